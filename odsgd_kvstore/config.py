@@ -1,0 +1,251 @@
+"""Every setting: its default, its environment variable and what is allowed."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, Dict, Mapping, Optional, Tuple
+
+from .errors import ConfigError, NotSupportedYet
+
+DEFAULT_WARMUP_STEPS = 200
+RULES_WITHOUT_PARAMETERS = ("auto", "mirror", "replica", "none")
+LEAST_BIGARRAY_BOUND = 32
+
+_ROLES = ("worker", "server", "scheduler")
+_CLUSTER = (
+    "DMLC_ROLE",
+    "DMLC_PS_ROOT_URI",
+    "DMLC_PS_ROOT_PORT",
+    "DMLC_NUM_WORKER",
+    "DMLC_NUM_SERVER",
+)
+_HOW_TO_START = (
+    "Start the job with 'odsgd-launch -n WORKERS -s SERVERS -- python train.py', or "
+    "unset every DMLC_* variable to run stand-alone in this process."
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of one store, checked at construction.
+
+    Parameters
+    ----------
+    local_optimizer : str
+        Local update rule: 'auto' (default), 'mirror', 'replica', 'none', or the
+        name of any registered MXNet optimizer.
+    local_optimizer_params : mapping
+        Parameters of a rule that is an optimizer's name; no other takes any.
+    warmup_steps : int
+        Updates of each key that are synchronous, >= 0. Default 200.
+    delay : int
+        0 (synchronous) or 1 (default).
+    compression_params : mapping, optional
+        Not supported yet.
+    """
+
+    local_optimizer: str = "auto"
+    local_optimizer_params: Mapping[str, Any] = field(default_factory=dict)
+    warmup_steps: int = DEFAULT_WARMUP_STEPS
+    delay: int = 1
+    compression_params: Optional[Mapping[str, Any]] = None
+
+    def __post_init__(self) -> None:
+        _check_rule(self.local_optimizer, self.local_optimizer_params)
+        _check_count("warmup_steps", self.warmup_steps)
+        if type(self.delay) is not int or self.delay not in (0, 1):
+            raise ConfigError(
+                f"delay is {self.delay!r}; allowed are 0 (synchronous, the same as "
+                "dist_sync) and 1 (One-step Delay SGD)."
+            )
+        if self.compression_params:
+            raise NotSupportedYet(
+                f"compression_params is {dict(self.compression_params)!r}: gradient "
+                "compression is not supported yet with dist_odsgd. Leave it out."
+            )
+
+    @classmethod
+    def from_environment(
+        cls, environ: Optional[Mapping[str, str]] = None, **given: Any
+    ) -> "Config":
+        """Settings from keyword arguments, else ODSGD_* variables, else defaults.
+
+        Parameters
+        ----------
+        environ : mapping, optional
+            The variables; `os.environ` when left out.
+        **given
+            Fields of `Config`. None means not given.
+
+        Raises
+        ------
+        ConfigError
+            A value is not allowed; the message names the variable it came from.
+        """
+        environ = os.environ if environ is None else environ
+        values: Dict[str, Any] = {}
+        for name, variable, parse in _VARIABLES:
+            if environ.get(variable, "") != "":
+                values[name] = parse(variable, environ[variable])
+        explicit = {k: v for k, v in given.items() if v is not None}
+        if "local_optimizer" in explicit:  # ODSGD_LOCAL_LR belongs to its own rule
+            values.pop("local_optimizer_params", None)
+        return cls(**{**values, **explicit})
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The job that this process belongs to, as its DMLC_* variables say.
+
+    Parameters
+    ----------
+    role : str
+        'worker', 'server' or 'scheduler'.
+    num_workers, num_servers : int
+        Counts, >= 1.
+    job : str
+        The launcher's name for the job; '' when somebody else started it.
+    worker_id : int, optional
+        The rank that the launcher gave to this worker.
+    bigarray_bound : int
+        MXNET_KVSTORE_BIGARRAY_BOUND, numbers: larger arrays are cut over servers.
+    """
+
+    role: str
+    num_workers: int
+    num_servers: int
+    job: str = ""
+    worker_id: Optional[int] = None
+    bigarray_bound: int = 1000 * 1000
+
+    @classmethod
+    def from_environment(
+        cls, environ: Optional[Mapping[str, str]] = None
+    ) -> Optional["Cluster"]:
+        """The job described by DMLC_*; None (stand-alone) when none is set.
+
+        Raises
+        ------
+        ConfigError
+            A DMLC_* variable is missing or malformed.
+        """
+        environ = os.environ if environ is None else environ
+        if not any(environ.get(name) for name in _CLUSTER):
+            return None
+        missing = [name for name in _CLUSTER if not environ.get(name)]
+        if missing:
+            raise ConfigError(
+                f"{', '.join(missing)} not set, although "
+                f"{', '.join(n for n in _CLUSTER if environ.get(n))} is. A "
+                f"distributed job needs all of {', '.join(_CLUSTER)}. {_HOW_TO_START}"
+            )
+        if environ["DMLC_ROLE"] not in _ROLES:
+            raise ConfigError(
+                f"DMLC_ROLE is {environ['DMLC_ROLE']!r}; allowed are "
+                f"{', '.join(_ROLES)}. {_HOW_TO_START}"
+            )
+        _positive("DMLC_PS_ROOT_PORT", environ["DMLC_PS_ROOT_PORT"])
+        bound = _positive(
+            "MXNET_KVSTORE_BIGARRAY_BOUND",
+            environ.get("MXNET_KVSTORE_BIGARRAY_BOUND") or "1000000",
+        )
+        if bound < LEAST_BIGARRAY_BOUND:
+            raise ConfigError(
+                f"MXNET_KVSTORE_BIGARRAY_BOUND is {bound}; dist_odsgd needs at least "
+                f"{LEAST_BIGARRAY_BOUND}, as a server's status must not be cut."
+            )
+        worker_id = environ.get("DMLC_WORKER_ID") if environ.get("ODSGD_JOB") else None
+        return cls(
+            role=environ["DMLC_ROLE"],
+            num_workers=_positive("DMLC_NUM_WORKER", environ["DMLC_NUM_WORKER"]),
+            num_servers=_positive("DMLC_NUM_SERVER", environ["DMLC_NUM_SERVER"]),
+            job=environ.get("ODSGD_JOB", ""),
+            worker_id=None if not worker_id else _whole("DMLC_WORKER_ID", worker_id),
+            bigarray_bound=bound,
+        )
+
+
+def job_key(environ: Optional[Mapping[str, str]] = None) -> bytes:
+    """The secret that seals this job's commands; empty when there is none.
+
+    Raises
+    ------
+    ConfigError
+        ODSGD_KEY_FILE cannot be read, or other users may read it.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("ODSGD_KEY"):
+        return environ["ODSGD_KEY"].encode()
+    path = environ.get("ODSGD_KEY_FILE")
+    if not path:
+        return b""
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_mode & 0o077:
+                raise ConfigError(
+                    f"ODSGD_KEY_FILE {path} may be read by other users; allowed is "
+                    f"mode 0600. Run: chmod 600 {path}"
+                )
+            key = file.read().strip()
+    except OSError as error:
+        raise ConfigError(f"ODSGD_KEY_FILE cannot be read: {error}") from None
+    if not key:
+        raise ConfigError(f"ODSGD_KEY_FILE {path} is empty; put a random secret in it.")
+    return key
+
+
+def _check_rule(rule: Any, params: Any) -> None:
+    """The rule is a name, and only an optimizer's name comes with parameters."""
+    if not isinstance(rule, str) or not rule:
+        raise ConfigError(
+            f"local_optimizer is {rule!r}; allowed are "
+            f"{', '.join(repr(r) for r in RULES_WITHOUT_PARAMETERS)} or the name of a "
+            "registered optimizer such as 'sgd'."
+        )
+    if not isinstance(params, Mapping):
+        raise ConfigError(
+            f"local_optimizer_params is {params!r}; allowed is a dict such as "
+            "{'learning_rate': 0.1}."
+        )
+    if params and rule.lower() in RULES_WITHOUT_PARAMETERS:
+        raise ConfigError(
+            f"local_optimizer {rule!r} was given the parameters {dict(params)!r} and "
+            "takes none: it follows the global optimizer. Leave them out, or name an "
+            "optimizer, such as local_optimizer='sgd'."
+        )
+
+
+def _check_count(name: str, value: Any) -> None:
+    if type(value) is not int or value < 0:
+        raise ConfigError(
+            f"{name} is {value!r}; allowed is a whole number of steps, 0 or more "
+            "(0 disables it)."
+        )
+
+
+def _whole(variable: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{variable} is {text!r}; a whole number is allowed.") from None
+
+
+def _positive(variable: str, text: str) -> int:
+    value = _whole(variable, text)
+    if value < 1:
+        raise ConfigError(f"{variable} is {text!r}; allowed is a whole number from 1.")
+    return value
+
+
+def _learning_rate(variable: str, text: str) -> Dict[str, float]:
+    try:
+        return {"learning_rate": float(text)}
+    except ValueError:
+        raise ConfigError(f"{variable} is {text!r}; a number is allowed.") from None
+
+
+_VARIABLES: Tuple[Tuple[str, str, Any], ...] = (
+    ("warmup_steps", "ODSGD_WARMUP_STEPS", _whole),
+    ("local_optimizer", "ODSGD_LOCAL_OPTIMIZER", lambda variable, text: text),
+    ("local_optimizer_params", "ODSGD_LOCAL_LR", _learning_rate),
+    ("delay", "ODSGD_DELAY", _whole),
+)

@@ -1,0 +1,95 @@
+"""Whether this Python, NumPy and MXNet can run the package, and in which role.
+
+Imported before MXNet, which this module must not import at its top.
+"""
+
+import importlib.util
+import os
+import sys
+from typing import List
+
+from .errors import EnvironmentNotSupported
+
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 8), (3, 12)
+_EXTRAS = (
+    "Install MXNet 1.9.1: 'pip install odsgd-kvstore[cpu]' brings the CPU wheel; for "
+    "a GPU install the build for your CUDA instead, such as 'pip install mxnet-cu112'. "
+    "Further extras: gluoncv, demo, test."
+)
+
+
+def prepare() -> None:
+    """Make ready for `import mxnet`.
+
+    Raises
+    ------
+    EnvironmentNotSupported
+        Says what was found, what is allowed and what to do.
+    """
+    found = sys.version_info[:2]
+    if not OLDEST_PYTHON <= found <= NEWEST_PYTHON:
+        raise EnvironmentNotSupported(
+            f"This is Python {found[0]}.{found[1]}; MXNet 1.9.1 and odsgd_kvstore run on "
+            "3.8 to 3.12. Make a virtual environment with one of these."
+        )
+    if "mxnet" in sys.modules:
+        return
+    if importlib.util.find_spec("mxnet") is None:
+        raise EnvironmentNotSupported(f"MXNet is not installed. {_EXTRAS}")
+    _prepare_numpy()
+
+
+def _prepare_numpy() -> None:
+    """Give NumPy the alias that MXNet 1.9.1 needs and NumPy 1.24 removed."""
+    try:
+        import numpy
+    except ImportError as error:
+        raise EnvironmentNotSupported(
+            f"NumPy cannot be imported ({error}). Install it: pip install 'numpy<1.24' "
+            "on Python 3.8 to 3.11, 'numpy>=1.26,<2' on 3.12."
+        ) from None
+    if int(numpy.__version__.split(".")[0]) >= 2:
+        raise EnvironmentNotSupported(
+            f"This is NumPy {numpy.__version__}, and MXNet 1.9.1 cannot work with NumPy "
+            "2. Run: pip install 'numpy<1.24' on Python 3.8 to 3.11, 'numpy>=1.26,<2' "
+            "on 3.12."
+        )
+    if "bool" not in vars(numpy):
+        numpy.bool = bool
+
+
+def is_launcher() -> bool:
+    """Whether this process is the launcher, which needs no MXNet and has no role."""
+    words = _command_line()
+    program = os.path.basename(words[1] if len(words) > 1 else "")
+    return program in ("odsgd-launch", "launch.py") or any(
+        pair == ("-m", "odsgd_kvstore.launch") for pair in zip(words, words[1:])
+    )
+
+
+def takes_server_role() -> bool:
+    """Whether this process was started as a server or scheduler, before MXNet."""
+    return (
+        os.environ.get("DMLC_ROLE") in ("server", "scheduler")
+        and "mxnet" not in sys.modules
+    )
+
+
+def import_mxnet_without_role() -> None:
+    """Import MXNet whole; in a server's role it would serve and never return."""
+    role = os.environ.pop("DMLC_ROLE")
+    try:
+        import mxnet  # noqa: F401
+    finally:
+        os.environ["DMLC_ROLE"] = role
+
+
+def _command_line() -> List[str]:
+    """The interpreter and its arguments; `sys.argv` lacks '-m NAME' at this time."""
+    if hasattr(sys, "orig_argv"):  # Python 3.10
+        return sys.orig_argv
+    try:
+        with open("/proc/self/cmdline", "rb") as file:
+            return os.fsdecode(file.read()).split("\0")[:-1]
+    except OSError:
+        return [sys.executable, *sys.argv]

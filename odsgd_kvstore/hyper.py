@@ -1,0 +1,107 @@
+"""What the servers know of rank 0's optimizer, and what has changed since."""
+
+import logging
+from typing import Any, Dict, List, Mapping
+
+from mxnet import optimizer as opt
+
+from . import commands
+from .buffers import Replicated
+from .errors import ConfigError
+from .local_update import hyper_parameters
+
+_HAND_CHANGES = 10
+_MUST_AGREE = ("lr", "wd", "momentum", "clip_gradient", "beta1", "beta2", "gamma1")
+
+_logger = logging.getLogger(__name__)
+
+
+class HyperParameters:
+    """Watches the user's optimizer between steps.
+
+    Parameters
+    ----------
+    optimizer : mxnet.optimizer.Optimizer
+        The user's own object; only read.
+    """
+
+    def __init__(self, optimizer: opt.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._seen = hyper_parameters(optimizer)
+        self._multipliers: Dict[int, List[float]] = {}
+        self._steps_changed = 0
+
+    def changes(self) -> Dict[str, Any]:
+        """Attributes that differ from the last look, by name.
+
+        Raises
+        ------
+        ConfigError
+            Momentum was switched on, which needs state that does not exist.
+        """
+        now = hyper_parameters(self._optimizer)
+        changed = {
+            name: value for name, value in now.items()
+            if name not in self._seen or self._seen[name] is not value
+            and self._seen[name] != value
+        }
+        if changed.get("momentum") and not self._seen.get("momentum"):
+            raise ConfigError(
+                f"momentum was changed from 0 to {changed['momentum']} during training, "
+                "and the servers keep no momentum for it. Start with the momentum you "
+                "need, or make a new store."
+            )
+        self._seen = now
+        self._warn_if_changed_by_hand(bool(changed))
+        return changed
+
+    def multipliers(self, records: List[Replicated]) -> Dict[int, List[float]]:
+        """(lr_mult, wd_mult) of the native keys for which they are new."""
+        now = {r.native: multipliers_of(self._optimizer, r.index) for r in records}
+        new = {k: v for k, v in now.items() if self._multipliers.get(k) != v}
+        self._multipliers.update(new)
+        return new
+
+    def knows(self, record: Replicated) -> bool:
+        """Whether the servers were told of this key."""
+        return record.native in self._multipliers
+
+    def summary(self) -> Dict[str, Any]:
+        """The values that ranks should agree on."""
+        return {name: self._seen[name] for name in _MUST_AGREE if name in self._seen}
+
+    def _warn_if_changed_by_hand(self, changed: bool) -> None:
+        self._steps_changed = self._steps_changed + 1 if changed else 0
+        if self._steps_changed == _HAND_CHANGES:
+            _logger.warning(
+                "The optimizer was changed by hand at each of the last %d steps. Each "
+                "change waits until every server has it; use an lr_scheduler, which "
+                "the servers evaluate themselves.", _HAND_CHANGES,
+            )
+
+
+def encode_values(changes: Mapping[str, Any]) -> Dict[str, Any]:
+    """Changed attributes as JSON."""
+    values = {name: commands.as_plain(value) for name, value in changes.items()}
+    if values.get("lr_scheduler") is not None:
+        values["lr_scheduler"] = commands.encode_schedule(changes["lr_scheduler"])
+    return values
+
+
+def index_of(optimizer: opt.Optimizer, key: Any) -> Any:
+    """A key's index in the optimizer: itself, or, for a name, as Module numbered it."""
+    if isinstance(key, int):
+        return key
+    return {name: index for index, name in optimizer.idx2name.items()}.get(key, key)
+
+
+def multipliers_of(optimizer: opt.Optimizer, index: Any) -> List[float]:
+    """[lr_mult, wd_mult], looked up in the order of `Optimizer._get_lrs`."""
+    if index in optimizer.param_dict:
+        parameter = optimizer.param_dict[index]
+        return [parameter.lr_mult, parameter.wd_mult]
+    name = optimizer.idx2name.get(index)
+    return [
+        table[index] if index in table else table.get(name, 1.0)
+        for table in (optimizer.lr_mult, optimizer.wd_mult)
+    ]

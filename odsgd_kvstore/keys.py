@@ -1,0 +1,108 @@
+"""User keys to our own small int keys, each on the server that we choose.
+
+ps-lite sends an array below MXNET_KVSTORE_BIGARRAY_BOUND whole to server
+`key * 9973 % num_servers` and cuts a larger one over all servers. So a server is
+chosen by choosing the key. Native keys are never reused in a process.
+"""
+
+from typing import Any, Dict, Generic, Iterator, List, TypeVar, Union
+
+from .errors import ConfigError, JobError
+
+UserKey = Union[int, str]
+Record = TypeVar("Record")
+
+_HASH = 9973
+_LARGEST_KEY = (2**31 - 1) // _HASH  # above it MXNet's hash overflows an int
+
+
+class NativeKeys:
+    """Deals out native keys in the same order on every rank.
+
+    Parameters
+    ----------
+    num_servers : int
+    bigarray_bound : int
+        Arrays of that many numbers or more are cut over all servers.
+    """
+
+    def __init__(self, num_servers: int, bigarray_bound: int) -> None:
+        self._bound = bigarray_bound
+        self._next = 0
+        self._load = [0] * num_servers
+
+    def on_server(self, server: int) -> int:
+        """A new key whose whole array lives on server `server`."""
+        while server_of(self._next, len(self._load)) != server:
+            self._next += 1
+        self._next += 1
+        if self._next > _LARGEST_KEY:
+            raise JobError(
+                f"This process has used all {_LARGEST_KEY} keys that MXNet's server "
+                "choice allows. Start a new job."
+            )
+        return self._next - 1
+
+    def place(self, size: int) -> int:
+        """A new key for `size` numbers, on the server that holds fewest so far."""
+        if size >= self._bound:
+            return self.on_server(server_of(self._next, len(self._load)))
+        server = self._load.index(min(self._load))
+        self._load[server] += size
+        return self.on_server(server)
+
+
+def server_of(key: int, num_servers: int) -> int:
+    """The server that ps-lite sends a small array of this key to."""
+    return key * _HASH % num_servers
+
+
+class UserKeys(Generic[Record]):
+    """The user's keys of one store, int and str mixed, in order of creation."""
+
+    def __init__(self) -> None:
+        self._records: Dict[UserKey, Record] = {}
+
+    def add(self, key: UserKey, record: Record) -> None:
+        """Remember a new key.
+
+        Raises
+        ------
+        ConfigError
+            The key exists.
+        """
+        self.check_new(key)
+        self._records[key] = record
+
+    def check_new(self, key: UserKey) -> None:
+        """Raise ConfigError unless `key` is an int or str that is not known yet."""
+        if isinstance(key, bool) or not isinstance(key, (int, str)):
+            raise ConfigError(f"Key {key!r} is a {type(key).__name__}; use int or str.")
+        if key in self._records:
+            raise ConfigError(
+                f"Key {key!r} was initialised before, and a key of a distributed store "
+                "keeps its shape and its place on the servers. Use another key, or a "
+                "new store: mx.kv.create('dist_odsgd')."
+            )
+
+    def __getitem__(self, key: UserKey) -> Record:
+        try:
+            return self._records[key]
+        except (KeyError, TypeError):
+            known = list(self._records)
+            shown = ", ".join(repr(k) for k in known[:8]) + ("..." if known[8:] else "")
+            raise ConfigError(
+                f"Key {key!r} is not known to this store; known are: {shown or 'none'}. "
+                "Call broadcast (or init) for it first, on every rank."
+            ) from None
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records.values())
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+
+def as_list(value: Any) -> List[Any]:
+    """A list of one, unless it is a list or tuple already."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]

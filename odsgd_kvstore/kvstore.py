@@ -1,0 +1,348 @@
+"""`dist_odsgd`: push, pull and pushpull with a one-step delay; no arithmetic here."""
+
+from typing import Any, List, Mapping, NoReturn, Optional, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import ndarray as nd
+from mxnet import optimizer as opt
+
+from . import commands, global_update, local_update
+from .buffers import Replicated
+from .config import Config
+from .connection import connect
+from .errors import ConfigError, MismatchError, NotSupportedYet
+from .hyper import index_of
+from .keys import UserKey, as_list
+from .pipeline import Pipeline, check_equal
+
+_LARGEST_SIZE = 2**31 - 1
+_KEYS_IN_A_ROW = 4  # as many as an exchange has room for
+
+
+class ODSGDStore(mx.kvstore.KVStore):
+    """A distributed store that trains with One-step Delay SGD.
+
+    Made by `mx.kv.create('dist_odsgd')` (gradients of a worker's devices are summed on
+    the CPU) or `'dist_device_odsgd'` (summed on the first device).
+
+    Parameters
+    ----------
+    config : Config, optional
+        From the ODSGD_* variables when left out.
+    sum_on_device : bool
+        Where the gradients of several devices are summed.
+
+    Raises
+    ------
+    ConfigError, HandshakeError, MismatchError
+
+    Notes
+    -----
+    Blocks until all workers, servers and the scheduler have joined. Collective: every
+    rank makes its stores, and each store's keys and steps, in the same order.
+
+    References
+    ----------
+    Y. Xu, D. Dong, Y. Zhao, W. Xu, X. Liao, OD-SGD: One-Step Delay Stochastic Gradient
+    Descent for Distributed Training, ACM TACO 17(4), 2020.
+    """
+
+    def __init__(
+        self, config: Optional[Config] = None, sum_on_device: bool = False
+    ) -> None:
+        self.config = config or Config.from_environment()
+        self._sum_on_device = sum_on_device
+        self._connection = connect()
+        self.handle = self._connection.handle
+        self._updater = None
+        number = self._connection.num_stores
+        self._connection.num_stores += 1
+        self.pipeline = Pipeline(self.config, self._connection, number, sum_on_device)
+        self._optimizer: Optional[opt.Optimizer] = None
+        rows = self._connection.exchange(
+            {"op": f"create store {number}", "config": repr(self.config)[:350]}
+        )
+        check_equal(rows, "config", "settings",
+                    "Give every rank the same arguments and ODSGD_* variables.")
+
+    def __del__(self) -> None:
+        """Nothing: the native store belongs to the process."""
+
+    # What a KVStore is
+
+    @property
+    def type(self) -> str:
+        """'dist_odsgd_sync': MXNet takes its synchronous branches on '_sync'."""
+        return "dist_device_odsgd_sync" if self._sum_on_device else "dist_odsgd_sync"
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank, from 0."""
+        return self._connection.rank
+
+    @property
+    def num_workers(self) -> int:
+        """Workers in the job."""
+        return self._connection.num_workers
+
+    def is_capable(self, capability: str) -> bool:
+        """Whether 'optimizer' is asked for: updates run on the servers."""
+        if capability.lower() != mx.kvstore.KVStoreBase.OPTIMIZER:
+            raise ConfigError(f"Unknown capability {capability!r}; known: 'optimizer'.")
+        return True
+
+    def set_optimizer(self, optimizer: opt.Optimizer) -> None:
+        """The global optimizer; the servers get it with the first step.
+
+        Later changes of its attributes reach the servers and hold from the next step.
+
+        Raises
+        ------
+        ConfigError
+            The optimizer cannot run on servers, or the local update does not fit it.
+        """
+        check_optimizer(optimizer, self.config, self._connection.num_servers)
+        self.pipeline.set_optimizer(optimizer)
+        self._optimizer = optimizer
+
+    def init(self, key: Any, value: Any) -> None:
+        """Make keys known with rank 0's values; collective, returns when it is done."""
+        self.broadcast(key, value, None)
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        """Make keys known and give every rank rank 0's values; collective.
+
+        Parameters
+        ----------
+        key : int, str, or list of them
+        value : NDArray or list of NDArray
+            One value per key, float32 and dense; not changed.
+        out : NDArray, list of NDArray, or list of lists
+            The arrays, one per device, that receive the value.
+        priority : int
+            Not used.
+
+        Raises
+        ------
+        ConfigError
+            A key is known already, or a value's type is not allowed.
+        MismatchError
+            Names, shapes or types differ between ranks.
+
+        Notes
+        -----
+        The servers have the values when it returns; a wait on `out` ends the pull.
+        """
+        self._connection.check()
+        triples = _grouped(key, value, out)
+        for user_key, values, _ in triples:
+            self.pipeline.records.check_new(user_key)
+            self._check_array(user_key, values[0])
+        self._check_same([(k, v[0].shape) for k, v, _ in triples])
+        added = [self._add(k, v[0], outs) for k, v, outs in triples]
+        self._connection.init([r.native for r in added], [v[0] for _, v, _ in triples])
+        for record in added:
+            for weight in record.weights:
+                self._connection.pull([record.native], [weight])
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """One step of each key: push gradients, make the local weights in `out`.
+
+        During warm-up `out` receives W(t+1), as with `dist_sync`. After it, `out`
+        receives L(i,t+1) = Local(W(t), g(i,t)) at once, while W(t+1) is on its way.
+
+        Parameters
+        ----------
+        key : int, str, or list of them
+        value : NDArray, list of NDArray, or list of lists
+            Gradients, one per device; not changed, and free as soon as this returns.
+        out : NDArray, list of NDArray, or list of lists
+            The parameter's arrays, one per device.
+        priority : int
+            Not used: MXNet's CPU engine ignores it.
+
+        Raises
+        ------
+        ServerError
+            A server failed in an earlier step.
+
+        Notes
+        -----
+        Returns before the work is done and never waits for the network; a wait on
+        `out` ends the local update. Every rank must push the same keys.
+        """
+        if out is None:
+            raise ConfigError(
+                "pushpull came without out: dist_odsgd updates weights on the servers. "
+                "Leave update_on_kvstore out (or True), and unset "
+                "MXNET_UPDATE_ON_KVSTORE."
+            )
+        step = self.pipeline
+        for user_key, gradients, weights in _grouped(key, value, out):
+            record = self.pipeline.records[user_key]
+            if step.starts_step(record):
+                step.settle()
+                step.begin_step()
+            gradient = step.stage(record, gradients, weights)
+            step.local_update(record, gradient)
+            step.exchange(record, gradient)
+
+    def pull(
+        self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True
+    ) -> None:
+        """Copy the global weights that this rank's newest step leads to into `out`.
+
+        Returns before it is done; a wait on `out` ends it.
+        """
+        self._connection.check()
+        for user_key, outs, _ in _grouped(key, out, None):
+            record = self.pipeline.records[user_key]
+            for array in outs:
+                if record.global_weight is None:
+                    self._connection.pull([record.native], [array])
+                else:
+                    record.global_weight.copyto(array)
+
+    # What it does not do
+
+    def push(self, key: Any, value: Any, priority: int = 0) -> NoReturn:
+        """Refused: a push without a pull is what sparse gradients need."""
+        raise NotSupportedYet(
+            f"push without pull (key {key!r}) is not supported yet with dist_odsgd; MXNet "
+            "does it for row_sparse gradients, such as Embedding(sparse_grad=True). Use "
+            "dense gradients, or kvstore='dist_sync'."
+        )
+
+    def row_sparse_pull(
+        self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None
+    ) -> NoReturn:
+        """Refused."""
+        raise NotSupportedYet(
+            f"row_sparse weights (key {key!r}) are not supported yet with dist_odsgd. Use "
+            "dense weights, or kvstore='dist_sync'."
+        )
+
+    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
+        """Refused unless empty."""
+        Config(compression_params=compression_params)
+
+    def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> NoReturn:
+        """Refused."""
+        raise NotSupportedYet(
+            "Saving the optimizer's state from the servers is not supported yet. Save "
+            "the weights inside odsgd_kvstore.global_weights(...)."
+        )
+
+    def load_optimizer_states(self, fname: str) -> NoReturn:
+        """Refused."""
+        raise NotSupportedYet(
+            "Loading the optimizer's state to the servers is not supported yet. Load "
+            "the weights before the first step."
+        )
+
+    def _set_updater(self, updater: Any) -> NoReturn:
+        raise NotSupportedYet("dist_odsgd updates on the servers: use set_optimizer.")
+
+    def _send_command_to_servers(self, head: int, body: str) -> NoReturn:
+        raise NotSupportedYet("The servers of dist_odsgd obey only its own commands.")
+
+    def _barrier(self) -> None:
+        """Wait until every worker is here; collective."""
+        self._connection.barrier()
+
+    def _add(self, key: UserKey, value: nd.NDArray, outs: List[nd.NDArray]) -> Replicated:
+        """A record for a new key."""
+        index = key if self._optimizer is None else index_of(self._optimizer, key)
+        native = self._connection.keys.place(value.size)
+        record = Replicated(key, native, value.shape, value.size, index, list(outs))
+        self.pipeline.records.add(key, record)
+        return record
+
+    def _check_array(self, key: UserKey, value: nd.NDArray) -> None:
+        """Refuse what the servers could not update rightly."""
+        check_type(key, value.dtype, value.stype)
+        if not 0 < value.size <= _LARGEST_SIZE:
+            raise ConfigError(
+                f"Parameter {key} has shape {value.shape}; allowed are 1 to "
+                f"{_LARGEST_SIZE} numbers."
+            )
+        if self._optimizer is not None:
+            global_update.check_slice(
+                self._optimizer, key, value.size, self._connection.bigarray_bound,
+                self._connection.num_servers,
+            )
+
+    def _check_same(self, keys: List[Tuple[UserKey, Tuple[int, ...]]]) -> None:
+        """Every rank makes the same keys, of the same shape, at the same time."""
+        for start in range(0, len(keys), _KEYS_IN_A_ROW):
+            part = keys[start : start + _KEYS_IN_A_ROW]
+            rows = self._connection.exchange(
+                {"op": "broadcast", "keys": "; ".join(f"{k!r} {s}" for k, s in part)[:400]}
+            )
+            check_equal(rows, "keys", "parameters",
+                        "Build the same network, with the same shapes, on every rank.")
+
+
+def check_optimizer(optimizer: opt.Optimizer, config: Config, num_servers: int) -> None:
+    """Refuse an optimizer that the servers or the local update cannot run.
+
+    Raises
+    ------
+    ConfigError, NotSupportedYet
+    """
+    if not isinstance(optimizer, opt.Optimizer):
+        raise ConfigError(f"{optimizer!r} is not an mxnet.optimizer.Optimizer.")
+    global_update.check_supported(optimizer, num_servers)
+    commands.encode_optimizer(optimizer)
+    local_update.create(
+        config.local_optimizer, config.local_optimizer_params, optimizer, 1.0
+    )
+
+
+def check_type(name: Any, dtype: Any, stype: str) -> None:
+    """Refuse a parameter that is not dense float32.
+
+    Parameters
+    ----------
+    name : int or str
+        For the message.
+    dtype, stype : numpy dtype or its name, str
+        Of the parameter's array.
+
+    Raises
+    ------
+    ConfigError, NotSupportedYet
+    """
+    dtype = np.dtype(dtype)
+    if stype != "default":
+        raise NotSupportedYet(
+            f"Parameter {name} is {stype}: sparse weights are not supported yet with "
+            "dist_odsgd. Use dense weights, or kvstore='dist_sync'."
+        )
+    if dtype == np.float16:
+        raise NotSupportedYet(
+            f"Parameter {name} is float16, which is not supported yet with dist_odsgd; "
+            "allowed is float32."
+        )
+    if dtype != np.float32:
+        raise ConfigError(
+            f"Parameter {name} is {dtype}; allowed is float32 (MXNet's servers compute "
+            "in float32 whatever they are given). Cast it: net.cast('float32')."
+        )
+
+
+def _grouped(key: Any, value: Any, out: Any) -> List[Tuple[UserKey, List, List]]:
+    """(key, values, outs) per key, whatever the nesting that KVStore allows."""
+    if not isinstance(key, (list, tuple)):
+        return [(key, as_list(value), [] if out is None else as_list(out))]
+    outs = [None] * len(key) if out is None else out
+    if not len(key) == len(value) == len(outs):
+        raise ConfigError(
+            f"{len(key)} keys came with {len(value)} values and {len(outs)} outs; give "
+            "one of each per key."
+        )
+    return [
+        (k, as_list(v), [] if o is None else as_list(o))
+        for k, v, o in zip(key, value, outs)
+    ]

@@ -1,0 +1,352 @@
+"""Starts the roles of a job, passes on their output, and ends all of them."""
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any, Callable, Mapping, Sequence
+
+from odsgd_kvstore.launch import Failure, JobResult
+from odsgd_kvstore.launch.commands import Role, guard_argv, shim_argv
+
+LAST_LINES, LAST_LINE_CHARS = 30, 2000
+MAX_LINE_BYTES = 64 << 20
+REDRAW_S = 1.0
+DRAIN_S = 0.5
+FOREVER = float("inf")
+EXIT_TIMEOUT, EXIT_NOT_STARTED, EXIT_BROKEN_PIPE = 124, 126, 141
+
+
+def print_line(role: Role, text: str) -> None:
+    """Write ``[worker 1] text`` to the standard output."""
+    if sys.stdout is not None:
+        sys.stdout.write(f"[{role.name}] {text}\n")
+        sys.stdout.flush()
+
+
+class LineSplitter:
+    """Cuts bytes into whole lines; of a line drawn over itself, keeps what is seen."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._redrawn_at = -FOREVER
+
+    def feed(self, data: bytes, now: float) -> list[str]:
+        """Return the lines that `data` completes; `now` in seconds limits redraws."""
+        self._rest += data
+        if b"\n" in data or len(self._rest) > MAX_LINE_BYTES:
+            *lines, self._rest = self._rest.split(b"\n")
+            if len(self._rest) > MAX_LINE_BYTES:
+                lines.append(self._rest)
+                self._rest = bytearray()
+            return [self._visible(line) for line in lines]
+        # A progress bar may not end its line for hours: show it now and then. What
+        # follows the last '\r' is not complete, and a '\r' at the end may be '\r\n'.
+        cut = self._rest.rfind(b"\r", 0, -1) if b"\r" in data else -1
+        text = self._visible(self._rest[:cut]) if cut >= 0 else ""
+        del self._rest[: cut + 1]
+        if not text or now - self._redrawn_at < REDRAW_S:
+            return []
+        self._redrawn_at = now
+        return [text]
+
+    def close(self) -> list[str]:
+        """Return the last line if no newline ended it."""
+        text = self._visible(self._rest)
+        return [text] if text else []
+
+    @staticmethod
+    def _visible(line: bytearray) -> str:
+        """The text after the last '\\r' that anything follows."""
+        return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+
+
+class _Process:
+    """A started role; its process group is named by its pid."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.popen = subprocess.Popen(
+            shim_argv(os.getpid(), role.argv),
+            env=dict(role.env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.pid = self.popen.pid
+        self.exit_code: int | None = None  # Written by the thread of `run_roles`.
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.reader: threading.Thread | None = None
+        self._group_ended = False
+
+    def wait(self, events: queue.SimpleQueue) -> None:
+        """Tell `events` of the end at once. Leaves a zombie, so the pid stays ours."""
+        try:
+            end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:
+            code = 255  # Somebody else in this program took the exit code.
+        else:
+            exited = end.si_code == os.CLD_EXITED
+            code = end.si_status if exited else -end.si_status
+        events.put(("exit", (self, code)))
+
+    def lives(self) -> bool:
+        """Whether the role or a child in its process group still runs."""
+        if self.exit_code is not None and not self._group_ended:
+            self.popen.wait()
+            self._group_ended = not _group_lives(self.pid)
+        return not self._group_ended
+
+    def send(self, number: int) -> None:
+        """Signal the process group."""
+        if self.lives():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+
+def _group_lives(group: int) -> bool:
+    """Whether a process group has a member other than zombies.
+
+    Under an init process that collects no orphans, zombies stay for ever.
+    """
+    try:
+        os.killpg(group, 0)
+        pids = [name for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return False
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+            state, _, owner = file.read().rpartition(b")")[2].split()[:3]
+            if int(owner) == group and state not in (b"Z", b"X"):
+                return True
+    return False
+
+
+class _Job:
+    """The state of a job while it runs. `watch` and `end` run in one thread."""
+
+    def __init__(
+        self, events: Any, on_line: Callable, grace_s: float, sockets: Sequence[str]
+    ) -> None:
+        self.events, self.on_line = events, on_line
+        self.grace_s, self.sockets = grace_s, sockets
+        self.processes: list[_Process] = []
+        # Exit code, message, first failure; set once it is clear how the job ends.
+        self.ending: tuple[int, str, Failure | None] | None = None
+        self.output_error: BaseException | None = None
+        self._early: _Process | None = None  # The first server to leave its peers.
+        self._early_deadline = FOREVER
+        self.lock = threading.Lock()
+        self._stop_read, self._stop_write = os.pipe()
+        self._guard = subprocess.Popen(
+            guard_argv(sockets), stdin=subprocess.PIPE, bufsize=0,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def start(self, role: Role) -> None:
+        """Start a role; one that can't be started is a failure."""
+        try:
+            process = _Process(role)
+        except (OSError, ValueError) as error:
+            reason = f"could not be started as {role.argv[0]!r} ({error})"
+            failure = Failure(role.name, None, EXIT_NOT_STARTED, reason, ())
+            self.ending = EXIT_NOT_STARTED, str(failure), failure
+            return
+        self.processes.append(process)
+        process.reader = threading.Thread(target=self._read, args=[process], daemon=True)
+        process.reader.start()
+        waiter = threading.Thread(target=process.wait, args=[self.events], daemon=True)
+        waiter.start()
+        with contextlib.suppress(OSError):
+            self._guard.stdin.write(b"%d\n" % process.pid)
+
+    def _read(self, process: _Process) -> None:
+        """Pass on the lines of a role until its pipe is closed or we stop."""
+        splitter, poll = LineSplitter(), select.poll()
+        with process.popen.stdout as pipe:
+            poll.register(pipe, select.POLLIN)
+            poll.register(self._stop_read, select.POLLIN)
+            data, stop = b"-", False
+            while data and not stop:
+                ready = [fd for fd, _ in poll.poll()]
+                stop = self._stop_read in ready
+                data = os.read(pipe.fileno(), 1 << 16) if pipe.fileno() in ready else b""
+                self._show(process, splitter.feed(data, time.monotonic()))
+        self._show(process, splitter.close())
+
+    def _show(self, process: _Process, lines: Sequence[str]) -> None:
+        """Give whole lines to `on_line`, from one reader at a time."""
+        for line in lines:
+            with self.lock:
+                process.last_lines.append(line[:LAST_LINE_CHARS])
+                if self.output_error is None:
+                    try:
+                        self.on_line(process.role, line)
+                    except BaseException as error:  # Raised again by `run_roles`.
+                        self.output_error = error
+                        self.events.put(("output", error))
+
+    def watch(self, deadline: float) -> None:
+        """Wait until it is clear how the job ends, or until the deadline."""
+        while self.ending is None:
+            until = min(deadline, self._early_deadline)
+            left = None if until == FOREVER else max(0.0, until - time.monotonic())
+            try:
+                kind, value = self.events.get(timeout=left)
+            except queue.Empty:
+                if until == deadline:
+                    return
+                self._out_of_patience()
+            else:
+                getattr(self, f"_on_{kind}")(value)
+
+    def _on_exit(self, value: tuple[_Process, int]) -> None:
+        """Note the end of a role and what it means for the job."""
+        process, process.exit_code = value
+        kinds = {p.role.kind for p in self.processes if p.exit_code is None}
+        if process.exit_code != 0:
+            self._fail(process)
+        elif not kinds:
+            self.ending = 0, "", None
+        elif kinds == {"worker"}:
+            # All stores are closed and some workers go on without: a regular end.
+            self._early_deadline = FOREVER
+        elif process.role.kind != "worker" or "worker" not in kinds:
+            # Servers end all together, so the others have to follow now.
+            self._early = self._early or process
+            self._early_deadline = time.monotonic() + self.grace_s
+
+    def _out_of_patience(self) -> None:
+        """The servers did not end in time with the workers or with each other."""
+        if any(p.role.kind == "worker" and p.exit_code is None for p in self.processes):
+            self._fail(self._early)
+        else:  # The command made no store, so nobody told the servers to end.
+            self.ending = 0, "", None
+
+    def _fail(self, process: _Process) -> None:
+        """Name the first role that failed, with the end of its output."""
+        process.reader.join(DRAIN_S)
+        # Without the lock: a blocked output may hold it.
+        role, code, lines = process.role.name, process.exit_code, process.last_lines
+        failure = Failure.of_exit(role, process.pid, code, tuple(lines))
+        self.ending = failure.exit_code, str(failure), failure
+
+    def _on_signal(self, number: int) -> None:
+        message = f"the job was ended by {signal.Signals(number).name}"
+        self.ending = 128 + number, message, None
+
+    def _on_output(self, error: BaseException) -> None:
+        broken = isinstance(error, BrokenPipeError)
+        self.ending = EXIT_BROKEN_PIPE if broken else 1, f"no output: {error}", None
+
+    def time_out(self, timeout: float, number: int | None, kinds: Sequence[str]) -> None:
+        """Name who still runs; `number` makes the roles of `kinds` show their stacks."""
+        live = [p for p in self.processes if p.exit_code is None]
+        names = ", ".join(f"{p.role.name} (pid {p.pid})" for p in live)
+        message = f"the job did not end within {timeout:g} s (--timeout); still running"
+        self.ending = EXIT_TIMEOUT, f"{message}: {names}", None
+        if number is not None:
+            for process in live:
+                if process.role.kind in kinds:
+                    os.kill(process.pid, number)  # Not reaped yet, so it is ours.
+            self._pause(1.0, lambda: True)
+
+    def _pause(self, seconds: float, needed: Callable[[], bool]) -> None:
+        """Wait while `needed` and note who ends; a signal cuts it short."""
+        deadline = time.monotonic() + seconds
+        while needed() and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                kind, value = self.events.get(timeout=0.02)
+                if kind == "exit":
+                    process, process.exit_code = value
+                elif kind == "signal":
+                    return
+
+    def end(self) -> None:
+        """TERM, KILL after the grace, reap: our own process groups and no others."""
+        for number, wait_s in ((signal.SIGTERM, self.grace_s), (signal.SIGKILL, 2.0)):
+            for process in self.processes:
+                process.send(number)
+            self._pause(wait_s, lambda: any([p.lives() for p in self.processes]))
+        readers = [p.reader for p in self.processes if p.reader is not None]
+        self._pause(DRAIN_S, lambda: any(r.is_alive() for r in readers))
+        os.close(self._stop_write)  # A child outside our groups may hold a pipe.
+        # An output that takes nothing holds us up only while nobody wants the end.
+        patience = FOREVER if self.ending and self.ending[0] < EXIT_TIMEOUT else 1.0
+        self._pause(patience, lambda: any(r.is_alive() for r in readers))
+        if not any(r.is_alive() for r in readers):
+            os.close(self._stop_read)
+        for path in self.sockets:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        self._guard.kill()
+        self._guard.communicate()
+
+
+def run_roles(
+    roles: Sequence[Role],
+    *,
+    on_line: Callable[[Role, str], None] = print_line,
+    timeout: float | None = None,
+    grace_s: float = 5.0,
+    sockets: Sequence[str] = (),
+    on_started: Callable[[Mapping[str, int]], None] | None = None,
+    dump_signal: int | None = None,
+    dump_kinds: Sequence[str] = ("worker",),
+    stop: Any = None,
+) -> JobResult:
+    """Start the roles, wait, end all of them, and say how the job ended.
+
+    Returns when no process is left. The first role to fail ends the job. Once all
+    workers have exited with 0, the others have `grace_s` to follow.
+
+    Parameters
+    ----------
+    roles : sequence of Role
+        Started in this order, each in a session of its own.
+    on_line : callable
+        Takes a role and a line of its output; from threads, one call at a time.
+    timeout : float, optional
+        Seconds for the whole job.
+    grace_s : float
+        Seconds between TERM and KILL.
+    sockets : sequence of str
+        Files to remove at the end.
+    on_started : callable, optional
+        Takes the pids by role name, before the first line.
+    dump_signal : int, optional
+        Sent at the timeout to the live roles of `dump_kinds`, a second before TERM.
+    stop : StopSignals, optional
+        Puts ('signal', number) into its `events`, for this one call.
+    """
+    started = time.monotonic()
+    deadline = FOREVER if timeout is None else started + timeout
+    events = queue.SimpleQueue() if stop is None else stop.events
+    job = _Job(events, on_line, grace_s, sockets)
+    try:
+        with job.lock:  # No line before the table of roles.
+            for role in roles:
+                if job.ending is None and not (stop and stop.requested):
+                    job.start(role)
+            if on_started is not None and job.ending is None:
+                on_started({p.role.name: p.pid for p in job.processes})
+        job.watch(deadline)
+        timed_out = job.ending is None
+        if timed_out:
+            job.time_out(timeout, dump_signal, dump_kinds)
+    finally:
+        job.end()
+    if job.output_error and not isinstance(job.output_error, BrokenPipeError):
+        raise job.output_error
+    lines = {p.role.name: tuple(p.last_lines) for p in job.processes}
+    seconds = time.monotonic() - started
+    return JobResult(*job.ending, timed_out, lines, seconds)

@@ -1,0 +1,208 @@
+"""The job's transport: MXNet's native ps-lite store, with handshake and status."""
+
+import atexit
+import ctypes
+import json
+import logging
+import os
+import threading
+from typing import List, Optional
+
+import mxnet as mx
+import numpy as np
+from mxnet import ndarray as nd
+from mxnet.base import _LIB, KVStoreHandle, c_str, check_call
+
+from . import process_exit, status
+from .commands import PROTOCOL, Sealer
+from .config import Cluster, job_key
+from .errors import EnvironmentNotSupported, HandshakeError, JobError, ServerError
+from .transport import Connection
+from .watchdog import StatusWatch
+
+_ROW = 512  # numbers of one rank in an exchange, one byte each
+
+_logger = logging.getLogger(__name__)
+
+
+class Native(Connection):
+    """MXNet's native ps-lite store, with our handshake, status and exchange.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The job that this process belongs to.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        if not mx.runtime.Features().is_enabled("DIST_KVSTORE"):
+            raise EnvironmentNotSupported(
+                "This MXNet was built without USE_DIST_KVSTORE. Install a build with "
+                "it, such as: pip install mxnet==1.9.1"
+            )
+        self._pid = os.getpid()
+        self._exit = process_exit.install()
+        self._lock = threading.RLock()  # MXNet's store maps are not thread-safe
+        self._error, self._told = "", threading.Event()
+        self._native = _create_native()
+        self.handle = self._native.handle
+        atexit.register(self.close)
+        self.rank = self._native.rank
+        self.num_workers = self._native.num_workers
+        self.num_servers = cluster.num_servers
+        self.bigarray_bound = cluster.bigarray_bound
+        super().__init__()
+        self._check_rank(cluster)
+        self._sealer = Sealer(self._job_key(), cluster.job, self.rank)
+        self._handshake()
+        self._watch: Optional[StatusWatch] = StatusWatch(self._read_error, self._report)
+
+    def init(self, keys, values) -> None:
+        with self._lock:
+            self._native.init(list(keys), list(values))
+
+    def pushpull(self, key, value, outs) -> None:
+        self._exit.code = 0  # a sys.exit that was noted before has been caught
+        with self._lock:
+            self._native.pushpull(key, value, out=list(outs))
+
+    def pull(self, keys, outs) -> None:
+        with self._lock:
+            self._native.pull(list(keys), out=list(outs))
+
+    def command(self, body) -> None:
+        with self._lock:
+            self._native._send_command_to_servers(0, self._sealer.seal(body, self._nonces))
+        self.check_now()
+
+    def check(self) -> None:
+        if self._native is None:
+            raise JobError("This process has left its job; no store can be used now.")
+        if self._error:
+            self._told.set()
+            raise ServerError(self._error)
+
+    def check_now(self) -> None:
+        self._error = self._error or self._read_error()
+        self.check()
+
+    def barrier(self) -> None:
+        with self._lock:
+            self._native._barrier()
+
+    def close(self) -> None:
+        """Leave the job: waits for all pending work and for all other workers.
+
+        Runs at the end of the process. After `sys.exit` with a status that is not 0
+        the process ends at once instead.
+        """
+        if self._native is None or os.getpid() != self._pid:
+            return
+        if self._exit.code:
+            process_exit.end_now(self._exit.code)
+        self._watch.stop()
+        nd.waitall()
+        native, self._native = self._native, None
+        native.free()
+
+    def _gather(self, row):
+        text = json.dumps(row).encode()
+        rows = np.zeros((self.num_workers, _ROW), np.float32)
+        rows[self.rank, :2] = divmod(len(text), 256)
+        rows[self.rank, 2 : 2 + len(text)] = list(text)
+        table = nd.zeros(rows.size)
+        self.pushpull(self._exchange_key, nd.array(rows.reshape(-1)), [table])
+        gathered = table.asnumpy().astype(np.uint8).reshape(rows.shape)
+        return [json.loads(bytes(r[2 : 2 + int(r[0]) * 256 + int(r[1])])) for r in gathered]
+
+    def _check_rank(self, cluster: Cluster) -> None:
+        """The launcher numbered its workers; the job must have the same order."""
+        if cluster.worker_id is not None and cluster.worker_id != self.rank:
+            raise HandshakeError(
+                f"The launcher started this process as worker {cluster.worker_id}, and "
+                f"it became rank {self.rank}: another process took its port. Start the "
+                "job again."
+            )
+
+    def _job_key(self) -> bytes:
+        key = job_key()
+        if not key and self.rank == 0:
+            _logger.warning(
+                "This job has no ODSGD_KEY, so its servers obey anyone who reaches "
+                "their ports; they accept MXNet's own optimizers only. odsgd-launch "
+                "makes a key by itself."
+            )
+        return key
+
+    def _handshake(self) -> None:
+        """Prove by value that every server runs our updater, of our version."""
+        size = status.length(self.bigarray_bound)
+        self._status_keys = [self.keys.on_server(s) for s in range(self.num_servers)]
+        self._exchange_key = self.keys.on_server(0)
+        self._nonces: List[str] = []
+        if self.rank == 0:
+            hello = {
+                "op": "hello", "status_keys": self._status_keys,
+                "exchange_key": self._exchange_key,
+            }
+            self._native._send_command_to_servers(0, self._sealer.seal(hello, []))
+        table = nd.zeros(self.num_workers * _ROW)
+        statuses = [nd.zeros(size) for _ in self._status_keys]
+        self.init([*self._status_keys, self._exchange_key], [*statuses, table])
+        for key, array in zip(self._status_keys, statuses):
+            self.pushpull(key, nd.zeros(size), [array])
+        read = [status.decode(array.asnumpy()) for array in statuses]
+        for server, said in enumerate(read):
+            if said.protocol != PROTOCOL:
+                raise HandshakeError(_not_ours(server, said.protocol))
+        self._nonces = [said.nonce for said in read]
+
+    def _read_error(self) -> str:
+        """The first error in the servers' status; waits for one round trip."""
+        size = status.length(self.bigarray_bound)
+        arrays = [nd.zeros(size) for _ in self._status_keys]
+        self.pull(self._status_keys, arrays)
+        errors = [status.decode(array.asnumpy()).error for array in arrays]
+        return next((error for error in errors if error), "")
+
+    def _report(self, error: str) -> threading.Event:
+        self._error = self._error or error
+        return self._told
+
+
+class _NativeStore(mx.kvstore.KVStore):
+    """MXNet's own store object, freed when we say so and not by the collector."""
+
+    def __del__(self) -> None:
+        pass
+
+    def free(self) -> None:
+        """Wait for all other workers, then leave the job."""
+        check_call(_LIB.MXKVStoreFree(self.handle))
+
+
+def _create_native() -> _NativeStore:
+    """Join the job; the ipc sockets that this makes are this user's alone."""
+    handle = KVStoreHandle()
+    umask = os.umask(0o077)
+    try:
+        check_call(_LIB.MXKVStoreCreate(c_str("dist_sync"), ctypes.byref(handle)))
+    finally:
+        os.umask(umask)
+    mx.profiler.set_kvstore_handle(handle)
+    return _NativeStore(handle)
+
+
+def _not_ours(server: int, protocol: int) -> str:
+    found = (
+        "does not run odsgd_kvstore's updater: it is a stock MXNet server, or the "
+        "package cannot be imported there"
+        if protocol < 0
+        else f"speaks version {protocol} of the protocol, this worker {PROTOCOL}"
+    )
+    return (
+        f"Server {server} {found}. With it, weights would silently become gradient "
+        "sums. Start servers with 'python -m odsgd_kvstore.server' and the same version "
+        "of the package on every host, or start the job with odsgd-launch (without "
+        "--stock-servers)."
+    )

@@ -1,0 +1,334 @@
+"""The steps of one store on this worker, in the algorithm's words.
+
+Who holds what: `buffers.py`. When a step is warm-up: `schedule.py`. How L is made:
+`local_update.py`. What travels: `connection.py`. Here they meet; no arithmetic.
+"""
+
+import contextlib
+import hashlib
+import logging
+import time
+from typing import Any, Dict, Iterator, List, Optional, Sequence
+
+import mxnet as mx
+from mxnet import ndarray as nd
+from mxnet import optimizer as opt
+
+from . import commands, local_update
+from .buffers import Replicated
+from .config import Config
+from .errors import ConfigError, JobError, MismatchError
+from .hyper import HyperParameters, encode_values
+from .keys import UserKeys
+from .schedule import Schedule
+from .transport import Connection
+
+_logger = logging.getLogger(__name__)
+
+
+class Pipeline:
+    """One store's parameters, step by step.
+
+    Parameters
+    ----------
+    config : Config
+    connection : Connection
+    number : int
+        The store's number in this process, the same on every rank.
+    sum_on_device : bool
+        Where the gradients of several devices are summed.
+
+    Attributes
+    ----------
+    records : UserKeys of Replicated
+        The parameters, by the user's key.
+    """
+
+    def __init__(
+        self, config: Config, connection: Connection, number: int, sum_on_device: bool
+    ) -> None:
+        self.records: UserKeys[Replicated] = UserKeys()
+        self._config, self._connection = config, connection
+        self._number, self._sum_on_device = number, sum_on_device
+        self._schedule = Schedule(config.warmup_steps, config.delay)
+        self._optimizer: Optional[opt.Optimizer] = None
+        self._hyper: Optional[HyperParameters] = None  # from the first step on
+        self._rule: Optional[local_update.LocalUpdate] = None  # likewise
+        self._rescale = 1.0
+        self._step = 0
+        self._holds_global = False
+        self._stats = dict.fromkeys(("steps", "staleness", "max_staleness"), 0)
+        self._stats.update(pushed_bytes=0, pulled_bytes=0, wait_s=0.0)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step was made."""
+        return self._hyper is not None
+
+    def set_optimizer(self, optimizer: opt.Optimizer) -> None:
+        """The global optimizer; the servers get it with the first step."""
+        if self._optimizer is not None:
+            raise ConfigError(
+                "This store has an optimizer already, with its state on the servers. "
+                "Change that optimizer's attributes, or make a new store."
+            )
+        self._optimizer = optimizer
+
+    def starts_step(self, record: Replicated) -> bool:
+        """Whether a push of `record` begins a new step: its second in this one."""
+        return self._hyper is None or record.step == self._step
+
+    def begin_step(self) -> None:
+        """Start a step on this rank; at the first, the servers get the optimizer.
+
+        Waits for the servers only if hyper-parameters were changed since the last
+        step, or new keys have come.
+        """
+        self._connection.check()
+        if self._holds_global:
+            raise JobError(
+                "A step was made inside global_weights(), where the parameters hold "
+                "global weights only for evaluation. Leave the context first."
+            )
+        if self._hyper is None:
+            self._begin()
+        else:
+            self._step += 1
+            self._follow_changes()
+        self._optimizer.num_update = max(self._optimizer.num_update, self._step)
+        self._stats["steps"] += 1
+
+    def stage(
+        self, record: Replicated, gradients: Sequence[nd.NDArray],
+        weights: Sequence[nd.NDArray],
+    ) -> nd.NDArray:
+        """g(i,t): this worker's gradient, summed over its devices, in staging.
+
+        The native store overwrites the array that is pushed, so the user's gradient
+        is copied, and may be changed as soon as this returns. It is scaled by this
+        rank's rescale_grad over the servers': 1 in every ordinary step.
+        """
+        record.weights = list(weights)
+        if record.staging is None:
+            delayed = self._config.delay > 0
+            context = weights[0].context
+            if len(weights) > 1 and not self._sum_on_device:
+                context = mx.cpu()
+            record.allocate(context, delayed, self._rule.keeps_previous)
+        return record.stage(gradients, self._optimizer.rescale_grad / self._rescale)
+
+    def local_update(self, record: Replicated, gradient: nd.NDArray) -> None:
+        """L(i,t+1) = Local(W(t), g(i,t)), at once; returns before it is done.
+
+        During warm-up L(i,t+1) will be W(t+1), and only the rule's state takes note.
+        """
+        local_weight = record.make_local()
+        if self._config.delay == 0:
+            return
+        if self._schedule.is_warmup(record.update):
+            self._rule.observe(
+                record.index, local_weight, record.global_weight, gradient
+            )
+            return
+        self._rule.update(
+            record.index, local_weight, record.global_weight, record.spare, gradient
+        )
+        record.spread_local(local_weight)
+
+    def exchange(self, record: Replicated, gradient: nd.NDArray) -> None:
+        """W(t+1) = Opt(W(t), sum_i g(i,t)): push `gradient`, pull W(t+1).
+
+        Returns before it is done. During warm-up the weights receive W(t+1), and the
+        next forward pass waits for it; later the next step's local update does.
+        """
+        self._announce(record)
+        warmup = self._schedule.is_warmup(record.update)
+        targets = record.pull_targets(warmup)
+        self._connection.pushpull(record.native, gradient, targets)
+        staleness = record.update - record.base
+        self._stats["staleness"] = staleness
+        self._stats["max_staleness"] = max(self._stats["max_staleness"], staleness)
+        self._stats["pushed_bytes"] += 4 * record.size
+        self._stats["pulled_bytes"] += 4 * record.size
+        record.advance(warmup, self._step)
+
+    def settle(self) -> None:
+        """L = W for every parameter that was not stepped in this step."""
+        for record in self.records:
+            if record.is_local and record.step < self._step:
+                record.use_global()
+
+    def synchronize(self) -> None:
+        """Make every stepped parameter W; waits for this rank's pending pulls only.
+
+        Not collective.
+        """
+        start = time.perf_counter()
+        for record in self._stepped():
+            if record.is_local:
+                record.use_global()
+        self._wait()
+        self._stats["wait_s"] += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """Parameters hold W inside the context, and L again after it.
+
+        Waits for this rank's pending pulls only; not collective. Holds one more copy
+        of the parameters meanwhile.
+        """
+        kept = [
+            (record, [weight.copy() for weight in record.weights], record.base)
+            for record in self._stepped() if record.is_local
+        ]
+        self.synchronize()
+        self._holds_global = True
+        try:
+            yield
+        finally:
+            self._holds_global = False
+            for record, local_weights, base in kept:
+                for weight, local_weight in zip(record.weights, local_weights):
+                    local_weight.copyto(weight)
+                record.base, record.is_local = base, True
+
+    def assign(self, records: Sequence[Replicated]) -> None:
+        """Make rank 0's present weights W on the servers and L on every rank.
+
+        The servers' optimizer state stays, and so does A - B. Collective; returns when
+        the servers have the weights.
+        """
+        self._wait()  # a pending update must not be taken for the new weights
+        rows = self._connection.exchange(
+            {"op": f"assign weights of store {self._number}",
+             "keys": _digest([record.key for record in records])}
+        )
+        check_equal(rows, "keys", "sets of newly assigned parameters",
+                    "Assign the same parameters on every rank.")
+        if self._connection.rank == 0:
+            keys = [record.native for record in records]
+            self._connection.command({"op": "assign", "keys": keys})
+        for record in records:
+            self._assign(record)
+        self._wait()
+
+    def stats(self) -> Dict[str, Any]:
+        """Counters of this store on this rank; see `Trainer.stats`."""
+        return dict(self._stats)
+
+    def _assign(self, record: Replicated) -> None:
+        """One parameter: A := X, B := X - (A - B), L := X."""
+        if record.spare is not None:
+            nd.elemwise_sub(record.global_weight, record.spare, out=record.spare)
+        value = record.weights[0].copyto(mx.cpu())
+        if self._connection.rank != 0:
+            value *= 0
+        kept = [] if record.global_weight is None else [record.global_weight]
+        self._connection.pushpull(record.native, value, kept + record.weights)
+        if record.spare is not None:
+            nd.elemwise_sub(record.global_weight, record.spare, out=record.spare)
+        record.base, record.is_local = record.update, False
+
+    def _stepped(self) -> List[Replicated]:
+        return [r for r in self.records if r.update > 0]
+
+    def _wait(self) -> None:
+        """Until this rank's pulls are here; raise what a server reported."""
+        for record in self._stepped():
+            for array in [record.global_weight, *record.weights]:
+                if array is not None:
+                    array.wait_to_read()
+        self._connection.check_now()
+
+    def _begin(self) -> None:
+        """The first step: agree on it, and give the servers the optimizer."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            raise ConfigError(
+                "A step was made without an optimizer: dist_odsgd updates weights on "
+                "the servers. Call set_optimizer first; with a Trainer or Module leave "
+                "update_on_kvstore out (or True), and unset MXNET_UPDATE_ON_KVSTORE."
+            )
+        self._hyper = HyperParameters(optimizer)
+        rows = self._connection.exchange({
+            "op": f"first step of store {self._number}",
+            "keys": _digest([(r.key, r.shape) for r in self.records]),
+            "optimizer": type(optimizer).__name__,
+            "rescale_grad": optimizer.rescale_grad,
+            "hyper": repr(self._hyper.summary())[:200],
+        })
+        check_equal(rows, "keys", "parameters", "Build the same network on every rank.")
+        check_equal(rows, "optimizer", "optimizers", "Use the same one on every rank.")
+        mine, theirs = rows[self._connection.rank]["hyper"], rows[0]["hyper"]
+        if mine != theirs:
+            _logger.warning(
+                "Rank %d's optimizer has %s, the servers use rank 0's: %s.",
+                self._connection.rank, mine, theirs,
+            )
+        self._rescale = rows[0]["rescale_grad"]
+        self._rule = local_update.create(
+            self._config.local_optimizer, self._config.local_optimizer_params,
+            optimizer, self._rescale * self._connection.num_workers,
+        )
+        self._step = optimizer.begin_num_update + 1
+        self._rule.follow({}, self._step)
+        self._tell({"op": "begin", **commands.encode_optimizer(optimizer,
+                    rescale=self._rescale)}, {})
+        self._log_start()
+
+    def _follow_changes(self) -> None:
+        """Give what was changed in the optimizer to the rule and to the servers."""
+        changes = self._hyper.changes()
+        self._rule.follow(changes, self._step)
+        self._tell({"op": "change"}, changes)
+
+    def _tell(self, message: Dict[str, Any], changes: Dict[str, Any]) -> None:
+        """Rank 0: send what is new to the servers, to hold from this step on."""
+        if self._connection.rank != 0:
+            return
+        multipliers = self._hyper.multipliers(list(self.records))
+        if message["op"] == "begin" or changes or multipliers:
+            self._connection.command({
+                **message, "store": self._number, "step": self._step,
+                "values": encode_values(changes), "multipliers": multipliers,
+                "offsets": {},
+            })
+
+    def _announce(self, record: Replicated) -> None:
+        """Tell the servers of a key that came, or paused, in the middle of training."""
+        begun = self._optimizer.begin_num_update
+        offset = self._step - begun - record.update - 1
+        if self._connection.rank == 0 and (
+            offset != record.offset or not self._hyper.knows(record)
+        ):
+            self._connection.command({
+                "op": "change", "store": self._number, "step": self._step, "values": {},
+                "multipliers": self._hyper.multipliers(list(self.records)),
+                "offsets": {record.native: [record.update + 1, offset]},
+            })
+        record.offset = offset
+
+    def _log_start(self) -> None:
+        """One line, from rank 0, on what is trained and what parameters hold."""
+        if self._connection.rank == 0:
+            _logger.info(
+                "dist_odsgd: %d workers, %d servers, local update %r, warm-up %d steps, "
+                "delay %d. Between steps parameters hold this worker's local weights: "
+                "use odsgd_kvstore.global_weights(...) or .synchronize(...) before "
+                "evaluating or saving.",
+                self._connection.num_workers, self._connection.num_servers,
+                self._rule.name, self._config.warmup_steps, self._config.delay,
+            )
+
+
+def check_equal(
+    rows: Sequence[Dict[str, Any]], name: str, what: str, remedy: str
+) -> None:
+    """Raise MismatchError, with every rank's value, unless all are the same."""
+    if any(row[name] != rows[0][name] for row in rows):
+        shown = "; ".join(f"rank {i}: {row[name]}" for i, row in enumerate(rows))
+        raise MismatchError(f"The ranks of this job have different {what} ({shown}). {remedy}")
+
+
+def _digest(thing: Any) -> str:
+    return hashlib.sha256(repr(thing).encode()).hexdigest()[:16]

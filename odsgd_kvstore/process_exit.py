@@ -1,0 +1,66 @@
+"""Ends a failed worker at once.
+
+MXNet's store waits in its destructor for all other workers, so a worker that ends
+with an exception or `sys.exit(3)` would hang there, and the job with it.
+"""
+
+import builtins
+import os
+import sys
+from typing import Any, NoReturn, Optional
+
+_exit = sys.exit
+_installed: Optional["ExitHooks"] = None
+
+
+class ExitHooks:
+    """Remembers how this process is about to end.
+
+    Attributes
+    ----------
+    code : int
+        Exit status of the last `sys.exit`; 0 while none is pending.
+    """
+
+    def __init__(self) -> None:
+        self.code = 0
+        self._excepthook = sys.excepthook
+
+    def on_exception(self, kind: type, error: BaseException, trace: Any) -> None:
+        """Print the exception as ever, then end; replaces `sys.excepthook`."""
+        self._excepthook(kind, error, trace)
+        end_now(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def on_exit(self, code: Any = None) -> NoReturn:
+        """Note the status, then raise SystemExit; replaces `sys.exit`."""
+        if code is None or isinstance(code, int):
+            self.code = (code or 0) & 0xFF
+        else:
+            self.code = 1
+        _exit(code)
+
+
+def install() -> ExitHooks:
+    """Watch this process's end; once, and not in an interactive interpreter."""
+    global _installed
+    if _installed is None:
+        _installed = ExitHooks()
+        if not (hasattr(sys, "ps1") or sys.flags.interactive):
+            sys.excepthook = _installed.on_exception
+            sys.exit = _installed.on_exit
+            for name in ("exit", "quit"):  # of the site module
+                if hasattr(builtins, name):
+                    setattr(builtins, name, _installed.on_exit)
+    return _installed
+
+
+def end_now(code: int) -> NoReturn:
+    """Flush what was printed and end this process without any destructor."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass
+    os._exit(code)
+
+

@@ -1,0 +1,56 @@
+"""Makes `mx.kv.create` know our types, and refuse a second native store."""
+
+import functools
+import weakref
+from typing import Any, Callable
+
+from mxnet import kvstore as mxnet_kvstore
+
+from .connection import is_native_open
+from .errors import ConfigError
+from .kvstore import ODSGDStore
+
+STORE_TYPES = {
+    "dist_odsgd": ODSGDStore,
+    "dist_device_odsgd": functools.partial(ODSGDStore, sum_on_device=True),
+}
+
+
+def register() -> None:
+    """Register the types; a second call changes nothing."""
+    if "dist_odsgd" in mxnet_kvstore.KVStoreBase.kv_registry:
+        return
+    mxnet_kvstore.KVStoreBase.kv_registry.update(STORE_TYPES)
+    guarded = _guarded(mxnet_kvstore.create)
+    mxnet_kvstore.create = mxnet_kvstore.base.create = guarded
+
+
+def _guarded(create: Callable[..., Any]) -> Callable[..., Any]:
+    """`create` that raises where a second native distributed store would hang."""
+    native: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+    @functools.wraps(create)
+    def guarded(name: str = "local") -> Any:
+        kind = name.lower() if isinstance(name, str) else ""
+        is_ours = kind in STORE_TYPES
+        is_native = "dist" in kind and not is_ours
+        if is_native and is_native_open():
+            raise ConfigError(
+                f"A store of type {name!r} was asked for in a process that has a "
+                "dist_odsgd store. MXNet can have one distributed connection per "
+                "process and would hang. Use dist_odsgd for both (each create gives a "
+                "store with its own keys and optimizer), or run two jobs."
+            )
+        if is_ours and len(native):
+            raise ConfigError(
+                f"A store of type {name!r} was asked for in a process that has a "
+                f"{next(iter(native)).type!r} store. MXNet can have one distributed "
+                "connection per process and would hang. Use dist_odsgd for both, or "
+                "run two jobs."
+            )
+        store = create(name)
+        if is_native and isinstance(store, mxnet_kvstore.KVStore):
+            native.add(store)
+        return store
+
+    return guarded

@@ -1,0 +1,36 @@
+"""When a step is warm-up and how old its weights are: integers only, no arrays.
+
+The only module that knows that the delay is one step (`algorithm.md`: the
+recurrences of Xu et al., ACM TACO 17(4), 2020).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Warm-up and delay of one store.
+
+    Parameters
+    ----------
+    warmup_steps : int
+        K >= 0: updates 0 to K-1 of a key are synchronous SGD, L(t+1) = W(t+1).
+    delay : int
+        0: every update is synchronous. 1: One-step Delay SGD after the warm-up.
+    """
+
+    warmup_steps: int
+    delay: int
+
+    def is_warmup(self, update: int) -> bool:
+        """Whether update number `update` (from 0) of a key is synchronous."""
+        return self.delay == 0 or update < self.warmup_steps
+
+    def staleness(self, update: int) -> int:
+        """Age, in steps, of the global weights beneath the gradient of `update`.
+
+        The gradient of `update` is computed on local weights that were made
+        before it: from W(update) itself, or, once the update before was not
+        warm-up, from W(update - 1).
+        """
+        return 0 if update == 0 or self.is_warmup(update - 1) else self.delay

@@ -1,0 +1,179 @@
+"""The server and scheduler process, and the server's part of a stand-alone job.
+
+In a server's or scheduler's role `import odsgd_kvstore` (so also `python -m
+odsgd_kvstore.server`) hides the role, imports MXNet whole, then calls `serve`.
+"""
+
+import ctypes
+import faulthandler
+import functools
+import os
+import secrets
+import signal
+import sys
+import traceback
+from typing import Any, Callable, Dict, Mapping, Optional
+
+from mxnet import kvstore
+from mxnet import ndarray as nd
+from mxnet.base import _LIB, check_call, py_str
+
+from . import commands, status
+from .config import Cluster, job_key
+from .errors import NotSupportedYet
+from .global_update import GlobalUpdate
+
+_REFUSED = (
+    "This server runs odsgd_kvstore and obeys only its sealed commands, but {error}. "
+    "For a baseline such as --kvstore dist_sync start the job with 'odsgd-launch "
+    "--stock-servers'. If the script meant dist_odsgd it may have forgotten 'import "
+    "odsgd_kvstore': without it MXNet silently makes a plain dist_sync store under "
+    "that name; start it with 'python -m odsgd_kvstore SCRIPT'."
+)
+
+
+class Server:
+    """One server's state: an optimizer per store, the status, the exchange.
+
+    Parameters
+    ----------
+    rank : int
+        This server's rank.
+    job : str
+        The job's name.
+    key : bytes
+        The job's secret.
+    on_refused : callable
+        Called with a message when a command is not this job's.
+    """
+
+    def __init__(
+        self, rank: int, job: str, key: bytes, on_refused: Callable[[str], None]
+    ) -> None:
+        self._rank = rank
+        self._on_refused = on_refused
+        self.nonce = secrets.token_hex(16)
+        self._opener = commands.Opener(key, job, self.nonce)
+        self._stores: Dict[int, GlobalUpdate] = {}
+        self._updates: Dict[int, Callable[[int, nd.NDArray, nd.NDArray], None]] = {}
+        self._status: Optional[nd.NDArray] = None
+        self.error = ""
+
+    def command(self, envelope: str) -> None:
+        """Obey a message; a failure is published, never raised."""
+        try:
+            body = self._opener.open(envelope)
+        except commands.SealError as error:
+            self._on_refused(_REFUSED.format(error=error))
+            return
+        try:
+            getattr(self, "_on_" + body["op"])(body)
+        except Exception:
+            self._fail()
+
+    def update(self, key: int, gradient: nd.NDArray, stored: nd.NDArray) -> None:
+        """Apply an aggregated push to `stored`; after a failure, nothing any more."""
+        try:
+            if not self.error:
+                self._updates[key](key, stored, gradient)
+        except Exception:
+            self._fail()
+
+    def _on_hello(self, body: Mapping[str, Any]) -> None:
+        """Keys of the status of each server and of the ranks' exchange."""
+        self._updates[body["status_keys"][self._rank]] = self._capture_status
+        self._updates[body["exchange_key"]] = _assign
+
+    def _on_begin(self, body: Mapping[str, Any]) -> None:
+        """A store's optimizer; a store begins once."""
+        optimizer = commands.decode_optimizer(body, bool(self._opener.key))
+        self._stores[body["store"]] = GlobalUpdate(optimizer)
+        self._on_change(body)
+
+    def _on_change(self, body: Mapping[str, Any]) -> None:
+        """Hyper-parameters, multipliers and keys that hold from a step."""
+        store, values = self._stores[body["store"]], dict(body["values"])
+        if values.get("lr_scheduler"):
+            values["lr_scheduler"] = commands.decode_schedule(
+                values["lr_scheduler"], bool(self._opener.key)
+            )
+        multipliers = {int(k): v for k, v in body["multipliers"].items()}
+        offsets = {int(k): v for k, v in body["offsets"].items()}
+        store.change(body["step"], values, multipliers, offsets)
+        for key in multipliers:
+            self._updates[key] = store
+
+    def _on_assign(self, body: Mapping[str, Any]) -> None:
+        """The next push of these keys is their new weights, not a gradient."""
+        for key in body["keys"]:
+            then = self._updates[key]
+            self._updates[key] = functools.partial(self._assign_once, then)
+
+    def _assign_once(
+        self, then: Callable, key: int, stored: nd.NDArray, value: nd.NDArray
+    ) -> None:
+        _assign(key, stored, value)
+        self._updates[key] = then
+
+    def _capture_status(self, key: int, stored: nd.NDArray, _: nd.NDArray) -> None:
+        self._status = stored
+        self._publish()
+
+    def _publish(self) -> None:
+        """Write the status; a pull does not wait, so the writing must be done."""
+        if self._status is not None:
+            said = status.Status(nonce=self.nonce, error=self.error)
+            self._status[:] = nd.array(status.encode(said, self._status.size))
+            self._status.wait_to_read()
+
+    def _fail(self) -> None:
+        """Publish the exception being handled: its last line first."""
+        text = traceback.format_exc()
+        last = text.strip().splitlines()[-1]
+        self.error = self.error or f"server {self._rank}: {last}\n{text}"
+        print(self.error, file=sys.stderr, flush=True)
+        self._publish()
+
+
+def _assign(key: int, stored: nd.NDArray, value: nd.NDArray) -> None:
+    value.copyto(stored)
+
+
+def apply(text: str) -> None:
+    """What the envelope calls when a stock server unpickles it."""
+    raise NotSupportedYet(
+        "odsgd_kvstore on a stock MXNet server is not supported yet. Start servers "
+        "with 'python -m odsgd_kvstore.server', or import odsgd_kvstore before mxnet."
+    )
+
+
+def serve() -> None:
+    """Run this process's server or scheduler until the job ends; blocks."""
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    cluster = Cluster.from_environment()
+    key = job_key()
+    umask = os.umask(0o077)
+    store = kvstore.create("dist")
+    servers = []
+
+    def server() -> Server:
+        if not servers:  # the rank is known only once the job has come together
+            servers.append(Server(store.rank, cluster.job, key, _end_process))
+        return servers[0]
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+    def controller(head: int, body: bytes, _: Any) -> None:
+        if not servers:
+            os.umask(umask)
+            store._set_updater(lambda key, grad, stored: server().update(key, grad, stored))
+        server().command(py_str(body))
+
+    check_call(_LIB.MXKVStoreRunServer(store.handle, controller, None))
+
+
+def _end_process(message: str) -> None:
+    """End this server, and with it the job: no exception leaves a C callback."""
+    print(message, file=sys.stderr, flush=True)
+    os._exit(1)
+
+

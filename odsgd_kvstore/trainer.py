@@ -1,0 +1,353 @@
+"""`Trainer`: a `gluon.Trainer` whose `step` is One-step Delay SGD."""
+
+import logging
+from typing import Any, Dict, Iterator, List, Mapping, NoReturn, Optional, Tuple, Union
+
+import numpy as np
+from mxnet import gluon
+from mxnet import ndarray as nd
+from mxnet import optimizer as opt
+
+from .config import Cluster, Config
+from .errors import ConfigError, NotSupportedYet
+from .evaluation import global_weights, synchronize
+from .kvstore import ODSGDStore, check_optimizer, check_type
+from .pipeline import Pipeline
+
+_STORE_NAMES = ("dist_odsgd", "dist_device_odsgd")
+
+_logger = logging.getLogger(__name__)
+
+
+class Trainer(gluon.Trainer):
+    """Trains a set of parameters with One-step Delay SGD.
+
+    Differs from `gluon.Trainer` in this: `step` is one-step delayed, takes a smaller
+    last batch, and steps no parameter whose gradient is stale; parameters that are
+    still deferred are left out; weights assigned by `set_data` or `load_parameters`
+    after the first step reach the servers.
+
+    Parameters
+    ----------
+    params : ParameterDict, dict or list of gluon.Parameter
+        Dense, float32, the same on every rank.
+    optimizer : str or mxnet.optimizer.Optimizer
+        The global optimizer, which the servers run.
+    optimizer_params : dict, optional
+        Its parameters.
+    kvstore : str or ODSGDStore
+        'dist_odsgd' (gradients of several devices are summed on the CPU),
+        'dist_device_odsgd' (on the first device), or a store.
+    local_optimizer : str, optional
+        Local update rule; default 'auto': `mirror` for SGD, else `replica`. 'none'
+        and any registered optimizer's name are the paper's and its ablation.
+    local_optimizer_params : dict, optional
+        Parameters of a rule that is an optimizer's name.
+    warmup_steps : int, optional
+        Synchronous updates of each parameter before the delay, >= 0; default 200.
+    delay : int, optional
+        1 (default), or 0: synchronous, the same as `dist_sync` bit for bit.
+    compression_params : dict, optional
+        Not supported yet.
+    update_on_kvstore : bool, optional
+        None or True.
+
+    Raises
+    ------
+    ConfigError
+        An argument is not allowed.
+    NotSupportedYet
+        An argument asks for what is not built.
+
+    Notes
+    -----
+    The store is made at the first `step`, which waits for all roles of the job. Left
+    out, an argument is taken from its ODSGD_* variable.
+
+    References
+    ----------
+    Y. Xu, D. Dong, Y. Zhao, W. Xu, X. Liao, OD-SGD: One-Step Delay Stochastic Gradient
+    Descent for Distributed Training, ACM TACO 17(4), 2020.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: Union[str, opt.Optimizer],
+        optimizer_params: Optional[Mapping[str, Any]] = None,
+        kvstore: Union[str, ODSGDStore] = "dist_odsgd",
+        *,
+        local_optimizer: Optional[str] = None,
+        local_optimizer_params: Optional[Mapping[str, Any]] = None,
+        warmup_steps: Optional[int] = None,
+        delay: Optional[int] = None,
+        compression_params: Optional[Mapping[str, Any]] = None,
+        update_on_kvstore: Optional[bool] = None,
+    ) -> None:
+        if update_on_kvstore is False:
+            raise ConfigError(
+                "update_on_kvstore is False; dist_odsgd updates weights on the servers. "
+                "Leave it out (or True)."
+            )
+        controls = {
+            "local_optimizer": local_optimizer,
+            "local_optimizer_params": local_optimizer_params,
+            "warmup_steps": warmup_steps,
+            "delay": delay,
+            "compression_params": compression_params,
+        }
+        self._config = _config_of(kvstore, controls)
+        self._before_assign: Optional[Dict[int, List[np.ndarray]]] = None
+        super().__init__(
+            params, optimizer, dict(optimizer_params or {}), kvstore=kvstore,
+            update_on_kvstore=True,
+        )
+        for param in self._params:
+            _check_parameter(param)
+        cluster = Cluster.from_environment()
+        num_servers = cluster.num_servers if cluster else 1
+        check_optimizer(self._optimizer, self._config, num_servers)
+
+    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        """Make step t: the local update at once, the global update on its way.
+
+        1. g(i,t), computed at L(i,t), is copied for the push.
+        2. L(i,t+1) = Local(W(t), g(i,t)). (Warm-up: L(i,t+1) = W(t+1).)
+        3. W(t+1) = Opt(W(t), sum_i g(i,t)) on the servers, pushed and pulled while
+           step t+1 computes on L(i,t+1).
+
+        Parameters
+        ----------
+        batch_size : int
+            Samples that this rank's gradient sums over. As with `dist_sync`, the sum
+            over the workers is divided by it.
+        ignore_stale_grad : bool
+            Leave out parameters that backward did not reach since the last step,
+            the same ones on every rank, instead of raising.
+
+        Raises
+        ------
+        UserWarning
+            A gradient is stale.
+        ServerError
+            A server failed in an earlier step.
+
+        Notes
+        -----
+        Returns before the work is done and does not wait for the network; reading a
+        parameter ends the local update, `synchronize` the pull.
+        """
+        pipeline = self._ready(batch_size)
+        stepped = self._gradients(ignore_stale_grad)
+        pipeline.begin_step()
+        for key, gradients, weights in stepped:
+            record = pipeline.records[key]
+            gradient = pipeline.stage(record, gradients, weights)
+            pipeline.local_update(record, gradient)
+            pipeline.exchange(record, gradient)
+        pipeline.settle()
+
+    def synchronize(self) -> None:
+        """Make the parameters the global weights, equal on every rank.
+
+        Waits for this rank's pending pulls; not collective. Training goes on from
+        there, with a gradient that is not stale.
+        """
+        synchronize(self)
+
+    def global_weights(self) -> Any:
+        """A context for evaluation and saving: parameters hold the global weights.
+
+        The local weights are put back at its end. Waits for this rank's pending pulls;
+        not collective.
+
+        Examples
+        --------
+        >>> with trainer.global_weights():
+        ...     net.save_parameters('model.params')
+        """
+        return global_weights(self)
+
+    def stats(self) -> Dict[str, Any]:
+        """What this rank has done so far.
+
+        Returns
+        -------
+        dict
+            steps; staleness and max_staleness (in steps, of the weights beneath a
+            gradient); pushed_bytes and pulled_bytes; wait_s (seconds spent waiting in
+            `synchronize` and `global_weights`).
+        """
+        return {} if self._kvstore is None else self._kvstore.pipeline.stats()
+
+    def save_states(self, fname: str) -> NoReturn:
+        """Not supported yet."""
+        raise NotSupportedYet(
+            "Trainer.save_states is not supported yet with dist_odsgd: the optimizer's "
+            "state is on the servers. Save weights inside trainer.global_weights()."
+        )
+
+    def load_states(self, fname: str) -> NoReturn:
+        """Not supported yet."""
+        raise NotSupportedYet(
+            "Trainer.load_states is not supported yet with dist_odsgd. Load weights "
+            "with net.load_parameters."
+        )
+
+    def allreduce(self, value: Any) -> NoReturn:
+        """Not supported yet."""
+        raise NotSupportedYet("Trainer.allreduce is not supported yet.")
+
+    def sync_aux(self) -> NoReturn:
+        """Not supported yet."""
+        raise NotSupportedYet("Trainer.sync_aux is not supported yet.")
+
+    def join(self) -> NoReturn:
+        """Not supported yet."""
+        raise NotSupportedYet(
+            "Trainer.join is not supported yet: give every rank the same number of "
+            "batches."
+        )
+
+    def allreduce_grads(self) -> NoReturn:
+        """Refused: the aggregate exists on the servers only."""
+        raise ConfigError(
+            "allreduce_grads is not possible: dist_odsgd sums gradients on the servers "
+            "and updates there. To clip, pass clip_gradient to the optimizer, or clip "
+            "this worker's own gradients before step."
+        )
+
+    def update(self, batch_size: int, ignore_stale_grad: bool = False) -> NoReturn:
+        """Refused: call `step`."""
+        raise ConfigError("update is not possible with dist_odsgd. Call step.")
+
+    def _ready(self, batch_size: int) -> Pipeline:
+        """Join the job, give new parameters to the servers, take the batch size."""
+        if not batch_size > 0:
+            raise ConfigError(f"batch_size is {batch_size!r}; allowed is above 0.")
+        if getattr(self, "_amp_loss_scaler", None) is not None:
+            raise NotSupportedYet("AMP's loss scaling is not supported yet.")
+        self._optimizer.rescale_grad = self._scale / batch_size
+        if not self._kv_initialized:
+            self._init_kvstore()
+        self._assign_changed()
+        if self._params_to_init:
+            self._init_params()
+        return self._kvstore.pipeline
+
+    def _init_kvstore(self) -> None:
+        kvstore = self._kvstore_params["kvstore"]
+        if not isinstance(kvstore, ODSGDStore):
+            kvstore = ODSGDStore(self._config, "device" in kvstore)
+        kvstore.set_optimizer(self._optimizer)
+        self._kvstore = kvstore
+        self._distributed = self._update_on_kvstore = self._kv_initialized = True
+
+    def _init_params(self) -> None:
+        """Broadcast, in one go, the parameters that have their shape by now."""
+        ready = [p for p in self._params_to_init if not p._deferred_init]
+        arrays = [param.list_data() for param in ready]
+        self._kvstore.broadcast(
+            [self._param2idx[p.name] for p in ready], [a[0] for a in arrays], arrays
+        )
+        late = [param for param in self._params_to_init if param._deferred_init]
+        if late and len(late) < len(self._params_to_init):
+            _logger.warning(
+                "Not trained so far, as no forward pass has reached them: %s.",
+                ", ".join(param.name for param in late),
+            )
+        self._params_to_init = late
+
+    def _gradients(
+        self, ignore_stale_grad: bool
+    ) -> List[Tuple[int, List[nd.NDArray], List[nd.NDArray]]]:
+        """(key, gradients, weights) of the parameters of this step."""
+        late = {param.name for param in self._params_to_init}
+        stepped = []
+        for key, param in enumerate(self._params):
+            if param.grad_req == "null" or param.name in late:
+                continue
+            weights = param.list_data()
+            if all(weight._fresh_grad for weight in weights):
+                stepped.append((key, param.list_grad(), weights))
+            elif not ignore_stale_grad:
+                raise UserWarning(_stale(param, self._kvstore.rank))
+        for _, _, weights in stepped:
+            for weight in weights:
+                weight._fresh_grad = False
+        return stepped
+
+    def _reset_kvstore(self) -> None:
+        """Called by a Parameter that is about to be assigned new data."""
+        if self._kvstore is None:
+            super()._reset_kvstore()
+        elif self._before_assign is None:
+            self._before_assign = {
+                key: [w.asnumpy() for w in param.list_data()]
+                for key, param in self._known()
+            }
+
+    def _assign_changed(self) -> None:
+        """Give weights that the user assigned since the last step to the servers."""
+        if self._kvstore is None:
+            return
+        changed = [
+            self._kvstore.pipeline.records[key]
+            for key, param in self._known() if self._was_assigned(key, param)
+        ]
+        self._before_assign = None
+        if changed:
+            self._kvstore.pipeline.assign(changed)
+
+    def _was_assigned(self, key: int, param: gluon.Parameter) -> bool:
+        record, weights = self._kvstore.pipeline.records[key], param.list_data()
+        if record.weights[0] is not weights[0]:  # initialised once more
+            record.weights = weights
+            return True
+        return self._before_assign is not None and not np.array_equal(
+            self._before_assign[key][0], weights[0].asnumpy()
+        )
+
+    def _known(self) -> Iterator[Tuple[int, gluon.Parameter]]:
+        """The parameters that the servers hold."""
+        late = {param.name for param in self._params_to_init}
+        return ((k, p) for k, p in enumerate(self._params) if p.name not in late)
+
+
+def _config_of(kvstore: Any, controls: Mapping[str, Any]) -> Config:
+    """The settings of a store by name, or of a store that exists."""
+    if isinstance(kvstore, ODSGDStore):
+        given = [name for name, value in controls.items() if value is not None]
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)} came with a store that exists and has its own "
+                "settings. Give them to the store (ODSGDStore(Config(...))), or pass "
+                "kvstore='dist_odsgd'."
+            )
+        return kvstore.config
+    if not isinstance(kvstore, str) or kvstore.lower() not in _STORE_NAMES:
+        raise ConfigError(
+            f"kvstore is {kvstore!r}; odsgd_kvstore.Trainer takes "
+            f"{' or '.join(repr(n) for n in _STORE_NAMES)}, or a store of theirs. For "
+            "any other type use mxnet.gluon.Trainer."
+        )
+    return Config.from_environment(**controls)
+
+
+def _check_parameter(param: gluon.Parameter) -> None:
+    """Refuse what the servers could not train, before any process starts."""
+    if param._grad_stype != "default":
+        raise NotSupportedYet(
+            f"Parameter {param.name} has {param._grad_stype} gradients, which are not "
+            "supported yet with dist_odsgd. Use dense ones (sparse_grad=False), or "
+            "kvstore='dist_sync' with mxnet.gluon.Trainer."
+        )
+    check_type(param.name, param.dtype, param._stype)
+
+
+def _stale(param: gluon.Parameter, rank: int) -> str:
+    return (
+        f"Rank {rank}: the gradient of parameter {param.name} was not updated by backward "
+        "since the last step. If this iteration is meant to use only some parameters, "
+        "the same ones on every rank, call step with ignore_stale_grad=True."
+    )

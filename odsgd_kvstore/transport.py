@@ -1,0 +1,156 @@
+"""What a store needs of the servers, and its stand-alone form; `native.py` has the other.
+
+Everything here moves arrays and messages; nothing here knows what they mean.
+"""
+
+import abc
+import logging
+from typing import Any, Dict, List, Mapping, Sequence
+
+import mxnet as mx
+from mxnet import ndarray as nd
+from mxnet.base import KVStoreHandle
+
+from .commands import Sealer
+from .errors import JobError, MismatchError, ServerError
+from .keys import NativeKeys
+from .server import Server
+
+_logger = logging.getLogger(__name__)
+
+
+class Connection(abc.ABC):
+    """What the store needs of the servers.
+
+    Attributes
+    ----------
+    handle : KVStoreHandle
+        MXNet's; null when stand-alone.
+    rank, num_workers, num_servers : int
+    bigarray_bound : int
+        Arrays of that many numbers are cut over the servers.
+    keys : NativeKeys
+        Deals out native keys.
+    num_stores : int
+        Stores made so far, to number them.
+    """
+
+    handle = KVStoreHandle()
+    rank = 0
+    num_workers = 1
+    num_servers = 1
+    bigarray_bound = 2**31
+
+    def __init__(self) -> None:
+        self.keys = NativeKeys(self.num_servers, self.bigarray_bound)
+        self.num_stores = 0
+
+    @abc.abstractmethod
+    def init(self, keys: Sequence[int], values: Sequence[nd.NDArray]) -> None:
+        """Give new keys rank 0's values; collective, returns when it is done."""
+
+    @abc.abstractmethod
+    def pushpull(self, key: int, value: nd.NDArray, outs: Sequence[nd.NDArray]) -> None:
+        """Push `value`, pull the updated weight into every array of `outs`.
+
+        Returns before it is done; a wait on an array of `outs` ends it. `value` is
+        overwritten, and may be written to again by engine operators only.
+        """
+
+    @abc.abstractmethod
+    def pull(self, keys: Sequence[int], outs: Sequence[nd.NDArray]) -> None:
+        """Pull what the servers hold now; returns before it is done."""
+
+    @abc.abstractmethod
+    def command(self, body: Mapping[str, Any]) -> None:
+        """Rank 0 only: have every server obey; returns when all have.
+
+        Raises
+        ------
+        ServerError
+            A server could not.
+        """
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raise ServerError if a server is known to have failed; never waits."""
+
+    @abc.abstractmethod
+    def check_now(self) -> None:
+        """Ask every server, then `check`; waits for one round trip."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Wait until every worker is here; collective."""
+
+    def exchange(self, row: Mapping[str, Any]) -> List[Dict[str, Any]]:
+        """Every rank's `row` (JSON), by rank; collective, returns when it is done.
+
+        Raises
+        ------
+        MismatchError
+            The ranks are not doing the same thing: their rows' 'op' differ.
+        """
+        rows = self._gather(row)
+        if any(other["op"] != row["op"] for other in rows):
+            raise MismatchError(
+                "The ranks of this job do different things at the same time ("
+                + ", ".join(f"rank {i}: {r['op']}" for i, r in enumerate(rows))
+                + "). Every rank must make the same stores, keys and steps in the same "
+                "order."
+            )
+        return rows
+
+    @abc.abstractmethod
+    def _gather(self, row: Mapping[str, Any]) -> List[Dict[str, Any]]:
+        """The transport of `exchange`."""
+
+
+class Standalone(Connection):
+    """One worker with the servers' code in its own process; no network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stored: Dict[int, nd.NDArray] = {}
+        self._server = Server(0, "", b"", on_refused=_refused_stand_alone)
+        self._sealer = Sealer(b"", "", 0)
+        _logger.warning(
+            "dist_odsgd runs stand-alone: no DMLC_* variables are set, so this process "
+            "is a job of one worker. To use more, start it with 'odsgd-launch -n "
+            "WORKERS -s SERVERS -- python train.py'."
+        )
+
+    def init(self, keys, values) -> None:
+        for key, value in zip(keys, values):
+            self._stored[key] = value.copyto(mx.cpu()).reshape(-1)
+
+    def pushpull(self, key, value, outs) -> None:
+        stored = self._stored[key]
+        self._server.update(key, value.reshape(-1).as_in_context(mx.cpu()), stored)
+        for out in outs:
+            stored.reshape(out.shape).copyto(out)
+
+    def pull(self, keys, outs) -> None:
+        for key, out in zip(keys, outs):
+            self._stored[key].reshape(out.shape).copyto(out)
+
+    def command(self, body) -> None:
+        self._server.command(self._sealer.seal(body, [self._server.nonce]))
+        self.check()
+
+    def check(self) -> None:
+        if self._server.error:
+            raise ServerError(self._server.error)
+
+    def check_now(self) -> None:
+        self.check()
+
+    def barrier(self) -> None:
+        pass
+
+    def _gather(self, row):
+        return [dict(row)]
+
+
+def _refused_stand_alone(message: str) -> None:
+    raise JobError(message)

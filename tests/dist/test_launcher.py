@@ -1,0 +1,323 @@
+"""The launcher with real processes: it ends them all, whatever happens."""
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from odsgd_kvstore.launch import processes
+from odsgd_kvstore.launch.commands import Role
+from odsgd_kvstore.launch.processes import run_roles
+
+ROOT = Path(processes.__file__).absolute().parents[2]
+LIMIT_S = 60
+STAY = ("sleep", "1000")
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+RANKS = """
+import os
+import mxnet as mx
+store = mx.kv.create("dist_sync")
+store.init(3, mx.nd.zeros(2))
+store.push(3, mx.nd.ones(2) * (store.rank + 1))
+out = mx.nd.zeros(2)
+store.pull(3, out=out)
+print("ranks", store.rank, os.environ["DMLC_WORKER_ID"], out.asnumpy().tolist())
+"""
+
+
+def wait_until(condition, what):
+    """Return the first true value of `condition()`."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        os.sched_yield()
+    pytest.fail(f"not within {LIMIT_S} s: {what}")
+
+
+def marked(marker):
+    """Pids and names of live processes with `marker` in their environment."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and marker in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes()
+        except OSError:
+            pass  # Ended meanwhile, a zombie, or another user's.
+    return found
+
+
+class Launcher:
+    """`odsgd-launch` as a process; all that it starts carries a marker."""
+
+    def __init__(self, *args, start=("-m", "odsgd_kvstore.launch"), **kwargs):
+        self.marker = uuid.uuid4().hex.encode()
+        env = {k: v for k, v in os.environ.items() if not k.startswith("DMLC_")}
+        env.update(LAUNCH_TEST=self.marker.decode(), PYTHONPATH=str(ROOT))
+        pipe = subprocess.PIPE
+        self.popen = subprocess.Popen(
+            [sys.executable, *start, *args], env=env, stdout=pipe, stderr=pipe, **kwargs
+        )
+        self.lines, self.queue, self.errors = [], queue.Queue(), []
+        read, read_errors = self._read, lambda: self.errors.extend(self.popen.stderr)
+        self.threads = [threading.Thread(target=f) for f in (read, read_errors)]
+        for thread in self.threads:
+            thread.start()
+
+    def _read(self):
+        for line in self.popen.stdout:
+            self.queue.put(line.decode().rstrip("\n"))
+        self.queue.put(None)
+
+    def wait_for(self, pattern):
+        """Read the output up to a line that matches."""
+        while True:
+            line = self.queue.get(timeout=LIMIT_S)
+            assert line is not None, f"no {pattern!r} in {self.lines} {self.errors}"
+            self.lines.append(line)
+            match = re.search(pattern, line)
+            if match:
+                return match
+
+    def finish(self):
+        """Wait for the end; return exit code, output lines, and standard error."""
+        code = self.popen.wait(timeout=LIMIT_S)
+        for thread in self.threads:
+            thread.join(LIMIT_S)
+        self.lines += [line for line in iter(self.queue.get_nowait, None)]
+        for stream in (self.popen.stdout, self.popen.stderr):
+            stream.close()
+        return code, self.lines, b"".join(self.errors).decode()
+
+
+@pytest.fixture
+def launch():
+    """Start launchers; at the end none of their processes may be left."""
+    started = []
+
+    def start(*args, **kwargs):
+        started.append(Launcher(*args, **kwargs))
+        return started[-1]
+
+    yield start
+    left = [marked(launcher.marker) for launcher in started]
+    for pid in set().union(*left):
+        os.kill(pid, signal.SIGKILL)
+    assert not any(left)
+
+
+def sockets_of(port):
+    """The sockets of a small job that still exist."""
+    return [i for i in range(8) if os.path.lexists(f"/tmp/{int(port) + i}")]
+
+
+def roles(*workers, server=STAY):
+    """Roles of a job without MXNet."""
+    argvs = [("scheduler", STAY), ("server", server), *(("worker", w) for w in workers)]
+    ranks = [0, 0, *range(len(workers))]
+    return [
+        Role(kind, rank, dict(os.environ), argv)
+        for rank, (kind, argv) in zip(ranks, argvs)
+    ]
+
+
+def shell(text):
+    return ("sh", "-c", text)
+
+
+def run(*workers, server=STAY, **kwargs):
+    """Run a job without MXNet; return its result, lines and pids."""
+    lines, pids = [], {}
+    kwargs.setdefault("timeout", LIMIT_S)
+    result = run_roles(
+        roles(*workers, server=server),
+        on_line=lambda role, text: lines.append((role.name, text)),
+        on_started=pids.update,
+        **{"grace_s": 0.3, **kwargs},
+    )
+    for pid in pids.values():
+        with pytest.raises(ProcessLookupError):  # Neither running nor a zombie.
+            os.kill(pid, 0)
+        with pytest.raises(ProcessLookupError):
+            os.killpg(pid, 0)
+    return result, lines, pids
+
+
+@pytest.mark.parametrize("repeat", range(3))
+def test_ranks_follow_the_launcher(launch, repeat):
+    job = launch("-n3", "-s2", "--stock-servers", sys.executable, "-c", RANKS)
+    code, lines, errors = job.finish()
+    assert code == 0, errors
+    # Each worker pushes rank + 1: 1 + 2 + 3 = 6.
+    said = sorted(line for line in lines if "] ranks" in line)
+    assert said == [f"[worker {i}] ranks {i} {i} [6.0, 6.0]" for i in range(3)]
+    assert re.fullmatch(r"odsgd-launch: done in \d+\.\d s", lines[-1])
+
+
+def test_two_jobs_at_once_do_not_meet(launch):
+    args = ("-n2", "-s1", "--stock-servers", sys.executable, "-c", RANKS)
+    for job in [launch(*args), launch(*args)]:
+        code, lines, errors = job.finish()
+        assert code == 0, errors
+        assert sum("[3.0, 3.0]" in line for line in lines) == 2
+
+
+def test_the_table_comes_first_and_a_failure_is_named(launch):
+    script = "echo port $DMLC_PS_ROOT_PORT; exit 3"
+    job = launch("-n1", "--stock-servers", *shell(script), start=["scripts/launch.py"],
+                 cwd=Path(__file__).parents[2])  # fmt: skip
+    code, lines, errors = job.finish()
+    assert code == 3
+    assert lines[1].split() == ["role", "rank", "pid", "command"]
+    kinds = ["scheduler", "server", "worker"]
+    assert [line.split()[0] for line in lines[2:5]] == kinds
+    port = re.fullmatch(r"\[worker 0\] port (\d+)", lines[5]).group(1)
+    pid = lines[4].split()[2]
+    assert errors == (
+        f"odsgd-launch: worker 0 (pid {pid}) failed with exit code 3; "
+        f"its last lines were:\n    port {port}\n"
+    )
+    assert sockets_of(port) == []
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_a_running_job(launch, number):
+    script = RANKS + "import time; time.sleep(1000)"
+    job = launch("-n1", "--stock-servers", sys.executable, "-uc",
+                 "import os; print('port', os.environ['DMLC_PS_ROOT_PORT'])" + script)  # fmt: skip
+    port = job.wait_for(r"\] port (\d+)").group(1)
+    job.wait_for("] ranks")
+    assert len(sockets_of(port)) == 3
+    job.popen.send_signal(number)
+    code, _, errors = job.finish()
+    assert code == 128 + number
+    assert errors == f"odsgd-launch: the job was ended by {number.name}\n"
+    assert sockets_of(port) == []
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("others", [1, 3, 5])
+def test_a_signal_ends_a_starting_job(launch, number, others):
+    job = launch("-n4", "--stock-servers", *STAY)
+    wait_until(lambda: len(marked(job.marker)) > others, "the first processes")
+    job.popen.send_signal(number)
+    code, _, errors = job.finish()
+    assert code == 128 + number, errors
+
+
+def test_a_second_signal_kills_at_once(launch):
+    job = launch("-n1", "--stock-servers", *shell("trap '' TERM; echo on; sleep 1000"))
+    job.wait_for("] on$")
+    job.popen.terminate()
+    # The scheduler is gone when the first signal has done its work.
+    pid = job.lines[2].split()[2]
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "TERM")
+    started = time.monotonic()
+    job.popen.terminate()
+    assert job.finish()[0] == 143
+    assert time.monotonic() - started < 3  # The grace would have been 5.
+
+
+def test_kill_of_the_launcher_leaves_no_process_and_no_socket(launch):
+    script = "echo port $DMLC_PS_ROOT_PORT; sleep 1000; true"
+    job = launch("-n2", "--stock-servers", *shell(script))
+    port = job.wait_for(r"\] port (\d+)").group(1)
+    wait_until(lambda: sockets_of(port), "the scheduler's socket")
+    job.popen.kill()
+    wait_until(lambda: not marked(job.marker), "the end of all roles")
+    assert job.finish()[0] == -signal.SIGKILL
+    assert sockets_of(port) == []
+
+
+def test_closed_output_ends_the_job(launch):
+    job = launch("-n1", "--stock-servers", *shell("while :; do echo a; done"),
+                 start=["-c", "import os, sys; r, w = os.pipe(); os.dup2(w, 1); "
+                        "os.close(r); os.close(w); "
+                        "from odsgd_kvstore.launch.cli import main; main()"])  # fmt: skip
+    assert job.finish()[0] == 141
+
+
+def test_signal_ends_a_job_whose_output_is_blocked(launch):
+    r, w = os.pipe()
+    job = launch("-n1", "--stock-servers", *shell("while :; do echo a; done"),
+                 start=["-c", f"import os; os.dup2({w}, 1); "
+                        "from odsgd_kvstore.launch.cli import main; main()"],
+                 pass_fds=[w])  # fmt: skip
+    wait_until(lambda: not select_writable(w), "a full pipe")
+    job.popen.terminate()
+    assert job.finish()[0] == 143
+    os.close(r), os.close(w)
+
+
+def select_writable(fd):
+    import select
+
+    return select.select([], [fd], [], 0)[1]
+
+
+def test_command_without_a_store_succeeds(launch):
+    started = time.monotonic()
+    code, lines, errors = launch("-n2", "-s1", "--stock-servers", "true").finish()
+    assert (code, errors) == (0, "")
+    assert time.monotonic() - started < 15
+
+
+def test_command_not_found_is_named(launch):
+    code, _, errors = launch("-n1", "--stock-servers", "no-such-command").finish()
+    assert code == 127
+    assert "cannot start 'no-such-command': No such file" in errors
+
+
+def test_command_not_executable_is_named(tmp_path):
+    (tmp_path / "data").write_text("text")
+    result, _, _ = run((str(tmp_path / "data"),))
+    assert result.exit_code == 126
+    assert result.first_failure.role == "worker 0"
+    assert "Permission denied" in result.message
+
+
+def test_timeout_names_the_option(launch):
+    job = launch("-n1", "--timeout", "1.5", "--stock-servers", *STAY)
+    code, _, errors = job.finish()
+    assert code == 124
+    assert "within 1.5 s (--timeout); still running: scheduler (pid" in errors
+    assert ", worker 0 (pid" in errors
+
+
+def test_long_lines_stay_whole():
+    script = "import sys\nfor i in range(300): print(sys.argv[1] * 10000, flush=True)"
+    workers = [(sys.executable, "-c", script, letter) for letter in "ab"]
+    result, lines, _ = run(*workers)
+    assert result.exit_code == 0
+    expected = [("worker 0", "a" * 10000)] * 300 + [("worker 1", "b" * 10000)] * 300
+    assert sorted(lines) == expected
+
+
+def test_last_lines_of_the_first_role_to_fail_are_given():
+    script = "for i in $(seq 50); do echo $i; done; printf end; exit 3"
+    result, lines, pids = run(STAY, shell(script))
+    assert (result.exit_code, result.timed_out) == (3, False)
+    last = tuple(str(i) for i in range(22, 51)) + ("end",)
+    assert result.first_failure.last_lines == result.last_lines["worker 1"] == last
+    assert result.first_failure.pid == pids["worker 1"]
+    assert result.last_lines["worker 0"] == ()
+
+
+def test_first_of_two_failures_is_named(tmp_path):
+    # Worker 1 fails as soon as worker 0 is gone.
+    follow = "read pid < {0}; while kill -0 $pid; do :; done 2>/dev/null; exit 5"
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for _ in range(5):
+        result, _, _ = run(
+            shell(f"echo $$ > {fifo}; exit 4"), shell(follow.format(fifo))
+        )
+        assert (result.first_failure.role, result.exit_code) == ("worker 0", 4)

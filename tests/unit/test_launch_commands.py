@@ -1,0 +1,411 @@
+"""The launcher's plans, texts and option parsing: nothing is started here."""
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import odsgd_kvstore.launch.cli as cli
+from odsgd_kvstore.errors import LaunchError
+from odsgd_kvstore.launch import Failure, commands
+from odsgd_kvstore.launch.commands import LocalJob, plan_local
+from odsgd_kvstore.launch.processes import LineSplitter
+
+ROOT = str(Path(commands.__file__).absolute().parents[2])
+KEY = "do-not-show"
+
+
+def plan(base=None, cores=12, num_workers=2, num_servers=1, ports=None, **settings):
+    """Plan a job with known ports, key and job id."""
+    settings.setdefault("command", ("python", "train.py"))
+    job = LocalJob(num_workers, num_servers, **settings)
+    ports = ports or list(range(500, 500 + job.num_roles))
+    return plan_local(job, base or {}, ports, KEY, "job1", cores)
+
+
+def common(role, **more):
+    """What each role of `plan()` has."""
+    return {
+        "DMLC_ROLE": role,
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": "500",
+        "DMLC_NUM_WORKER": "2",
+        "DMLC_NUM_SERVER": "1",
+        "DMLC_NODE_HOST": "127.0.0.1",
+        "DMLC_LOCAL": "1",
+        "ODSGD_JOB": "job1",
+        "ODSGD_KEY": KEY,
+        "OMP_NUM_THREADS": "4",
+        "PYTHONUNBUFFERED": "1",
+        **more,
+    }
+
+
+def test_plan_gives_exact_environments():
+    roles = plan({"HOME": "/h"})
+    serving = {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT}
+    assert [role.env for role in roles] == [
+        common("scheduler", **serving),
+        common("server", PORT="501", DMLC_SERVER_ID="0", **serving),
+        common(
+            "worker", PORT="502", DMLC_WORKER_ID="0", ODSGD_LOCAL_RANK="0", HOME="/h"
+        ),
+        common(
+            "worker", PORT="503", DMLC_WORKER_ID="1", ODSGD_LOCAL_RANK="1", HOME="/h"
+        ),
+    ]
+
+
+def test_plan_gives_exact_commands():
+    serve = (sys.executable, "-m", "odsgd_kvstore.server")
+    train = ("python", "train.py")
+    assert [role.argv for role in plan()] == [serve, serve, train, train]
+    stock = plan(stock_servers=True)
+    assert [role.argv for role in stock[:2]] == [
+        (sys.executable, "-c", "import mxnet")
+    ] * 2
+    assert "PYTHONPATH" not in stock[1].env
+
+
+def test_plan_gives_ranks_by_ascending_port():
+    roles = plan(num_workers=3, num_servers=2, ports=[9, 700, 600, 30, 10, 20])
+    assert [(r.name, r.env.get("PORT")) for r in roles] == [
+        ("scheduler", None),
+        ("server 0", "600"),
+        ("server 1", "700"),
+        ("worker 0", "10"),
+        ("worker 1", "20"),
+        ("worker 2", "30"),
+    ]
+
+
+@pytest.mark.parametrize("ports", [[1, 2, 3], [1, 2, 3, 3], [1, 2, 3, 4, 5]])
+def test_plan_refuses_ports_that_do_not_fit(ports):
+    with pytest.raises(LaunchError, match="needs 4 different"):
+        plan(ports=ports)
+
+
+def test_plan_leaves_the_given_environment_alone():
+    base = {"DMLC_ROLE": "worker", "PORT": "80", "A": "1"}
+    plan(base, env={"A": "2"})
+    assert base == {"DMLC_ROLE": "worker", "PORT": "80", "A": "1"}
+
+
+def test_plan_drops_what_an_outer_job_left():
+    stale = {"DMLC_INTERFACE": "eth9", "DMLC_RANK": "7", "DMLC_WORKER_ID": "8"}
+    roles = plan({**stale, "PORT": "80", "DMLC_SERVER_ID": "5", "DMLC_ROLE": "x"})
+    for role in roles:
+        assert not {"DMLC_INTERFACE", "DMLC_RANK"} & set(role.env)
+        assert role.env["DMLC_ROLE"] == role.kind
+    assert "PORT" not in roles[0].env and "DMLC_WORKER_ID" not in roles[0].env
+    assert "DMLC_WORKER_ID" not in roles[1].env
+    assert "DMLC_SERVER_ID" not in roles[2].env
+
+
+def test_plan_lets_the_narrower_option_win():
+    roles = plan(
+        {"A": "base", "B": "base", "C": "base", "D": "base"},
+        env={"B": "env", "C": "env", "D": "env"},
+        env_server={"C": "server"},
+        env_worker={"D": "worker"},
+    )
+    seen = [tuple(role.env[name] for name in "ABCD") for role in roles]
+    serving, working = ("base", "env", "server", "env"), ("base", "env", "env", "worker")
+    assert seen == [serving, serving, working, working]
+
+
+def test_plan_keeps_its_own_variables_whatever_the_user_gives():
+    own = {"DMLC_ROLE": "x", "DMLC_PS_ROOT_PORT": "1", "PORT": "1", "ODSGD_JOB": "x"}
+    worker = plan(env=own, env_worker=own)[2]
+    seen = {name: worker.env[name] for name in own}
+    assert seen == {
+        "DMLC_ROLE": "worker",
+        "DMLC_PS_ROOT_PORT": "500",
+        "PORT": "502",
+        "ODSGD_JOB": "job1",
+    }
+
+
+@pytest.mark.parametrize("cores, threads", [(1, "1"), (2, "1"), (7, "2"), (96, "32")])
+def test_plan_shares_the_cores_out(cores, threads):
+    assert {role.env["OMP_NUM_THREADS"] for role in plan(cores=cores)} == {threads}
+
+
+def test_plan_keeps_threads_and_devices_that_the_user_set():
+    base = {"OMP_NUM_THREADS": "7", "CUDA_VISIBLE_DEVICES": "0,1"}
+    base.update(PYTHONUNBUFFERED="", MXNET_CPU_WORKER_NTHREADS="3")
+    roles = plan(base, env_server={"OMP_NUM_THREADS": "2"})
+    assert [r.env["OMP_NUM_THREADS"] for r in roles] == ["2", "2", "7", "7"]
+    assert [r.env["CUDA_VISIBLE_DEVICES"] for r in roles] == ["", "", "0,1", "0,1"]
+    assert {r.env["PYTHONUNBUFFERED"] for r in roles} == {""}
+    assert {r.env["MXNET_CPU_WORKER_NTHREADS"] for r in roles} == {"3"}
+    given = plan(base, env_server={"CUDA_VISIBLE_DEVICES": "1"})
+    assert given[1].env["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_plan_puts_the_package_before_the_python_path_of_servers():
+    roles = plan({"PYTHONPATH": "/a"})
+    assert [r.env["PYTHONPATH"] for r in roles] == [f"{ROOT}:/a"] * 2 + ["/a"] * 2
+
+
+def test_plan_does_not_put_site_packages_first(monkeypatch):
+    path = "/venv/lib/site-packages/odsgd_kvstore/launch/commands.py"
+    monkeypatch.setattr(commands, "__file__", path)
+    assert "PYTHONPATH" not in plan()[0].env
+    assert plan({"PYTHONPATH": "/a"})[0].env["PYTHONPATH"] == "/a"
+
+
+@pytest.mark.parametrize("own", [{"ODSGD_KEY": "mine"}, {"ODSGD_KEY_FILE": "/k"}])
+def test_plan_lets_the_users_key_win(own):
+    for role in plan(own):
+        keys = {k: v for k, v in role.env.items() if k.startswith("ODSGD_KEY")}
+        assert keys == own
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, "2", True, None])
+def test_job_refuses_a_bad_count(count):
+    with pytest.raises(LaunchError, match="--num-workers is .* at least 1"):
+        LocalJob(count, 1, ("true",))
+    with pytest.raises(LaunchError, match="--num-servers is .* at least 1"):
+        LocalJob(1, count, ("true",))
+
+
+@pytest.mark.parametrize("command", [(), ("",), "python train.py"])
+def test_job_refuses_a_bad_command(command):
+    with pytest.raises(LaunchError, match="command"):
+        LocalJob(1, 1, command)
+
+
+def test_choose_ports_avoids_names_in_use():
+    asked = []
+
+    def exists(path):
+        asked.append(path)
+        return len(asked) < 4
+
+    ports = commands.choose_ports(3, exists)
+    assert ports == list(range(ports[0], ports[0] + 3))
+    assert 100_000_000 <= ports[0] and ports[-1] < 2_000_000_000
+    assert asked[-3:] == [f"/tmp/{port}" for port in ports]
+    assert not set(asked[-3:]) & set(asked[:3])
+
+
+def test_choose_ports_gives_up_when_all_are_in_use():
+    with pytest.raises(LaunchError, match="/tmp"):
+        commands.choose_ports(3, lambda path: True)
+
+
+def test_parse_env_takes_values_and_current_ones():
+    texts = ["A=1", "B", "C=x=y:z", "D="]
+    assert commands.parse_env(texts, {"B": "now"}) == {
+        "A": "1",
+        "B": "now",
+        "C": "x=y:z",
+        "D": "",
+    }
+
+
+def test_parse_pairs_takes_mxnets_form_and_ours():
+    texts = ["A:1", "B=2", "C:http://h:1=2", "D="]
+    assert commands.parse_pairs("--env-server", texts) == {
+        "A": "1",
+        "B": "2",
+        "C": "http://h:1=2",
+        "D": "",
+    }
+
+
+@pytest.mark.parametrize("text", ["", "=1", "1A=2", "A B=2", "A-B"])
+def test_parse_env_refuses_a_bad_name(text):
+    with pytest.raises(LaunchError, match="--env .*NAME=VALUE"):
+        commands.parse_env([text], {})
+
+
+@pytest.mark.parametrize("text", ["", "A", ":1", "1A:2"])
+def test_parse_pairs_refuses_a_bad_form(text):
+    with pytest.raises(LaunchError, match="--env-worker .*NAME:VALUE"):
+        commands.parse_pairs("--env-worker", [text])
+
+
+def test_parse_env_names_a_variable_that_is_not_set():
+    with pytest.raises(LaunchError, match="--env NOPE: NOPE is not set"):
+        commands.parse_env(["NOPE"], {})
+
+
+def test_a_key_on_the_command_line_is_refused_without_repeating_it():
+    for parse in (
+        lambda: commands.parse_env([f"ODSGD_KEY={KEY}"], {}),
+        lambda: commands.parse_pairs("--env-server", [f"ODSGD_KEY:{KEY}"]),
+    ):
+        with pytest.raises(LaunchError, match="ODSGD_KEY_FILE") as caught:
+            parse()
+        assert KEY not in str(caught.value)
+    assert commands.parse_env(["ODSGD_KEY"], {"ODSGD_KEY": KEY}) == {"ODSGD_KEY": KEY}
+
+
+def test_describe_shows_role_rank_pid_and_command_only():
+    roles = plan(stock_servers=True, command=("python", "a b.py"))
+    text = commands.describe(roles, {"scheduler": 11, "worker 1": 4711})
+    assert text.splitlines() == [
+        "role       rank  pid   command",
+        f"scheduler  0     11    {sys.executable} -c 'import mxnet'",
+        f"server     0     -     {sys.executable} -c 'import mxnet'",
+        "worker     0     -     python 'a b.py'",
+        "worker     1     4711  python 'a b.py'",
+    ]
+
+
+def test_no_text_about_a_role_shows_the_key():
+    roles = plan({"SECRET": "inherited"})
+    text = commands.describe(roles) + cli.explain(roles, {"SECRET": "inherited"})
+    assert KEY not in text + repr(roles) and "SECRET" not in text
+    assert "ODSGD_KEY=(hidden)" in text
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run the command line without MXNet, and without starting anything."""
+    monkeypatch.setitem(sys.modules, "mxnet", None)
+    monkeypatch.setattr(cli, "run_roles", lambda *args, **kwargs: pytest.fail("started"))
+    monkeypatch.setattr(cli.secrets, "token_hex", lambda size: KEY)
+    monkeypatch.setenv("INHERITED_SECRET", "inherited-value")
+    for name in ("ODSGD_KEY", "ODSGD_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda *args: CliRunner().invoke(cli.launch, args)
+
+
+def test_help_needs_no_mxnet(run):
+    result = run("--help")
+    assert result.exit_code == 0
+    for option in (*cli.NOT_SUPPORTED_YET.values(), "--dry-run", "--stock-servers"):
+        assert option.split("/")[-1] in result.output
+
+
+def test_dry_run_needs_no_mxnet_and_hides_the_key(run):
+    result = run("-n", "2", "--dry-run", "--env", "A=1 2", "train", "--lr", "-n", "3")
+    lines = result.output.splitlines()
+    assert result.exit_code == 0
+    heads = [line.split(":")[0] for line in lines if not line.startswith(" ")]
+    assert heads == ["scheduler", "server 0", "server 1", "worker 0", "worker 1"]
+    assert "worker 1: train --lr -n 3" in lines
+    assert lines.count("  ODSGD_KEY=(hidden)") == lines.count("  A='1 2'") == 5
+    assert KEY not in result.output.replace(f"ODSGD_JOB={KEY}", "")
+    assert "inherited-value" not in result.output
+
+
+def test_double_dash_ends_the_options(run):
+    result = run("-n", "1", "--dry-run", "--", "train", "--", "-x")
+    assert "worker 0: train -- -x" in result.output.splitlines()
+
+
+def test_start_without_mxnet_says_what_to_install(run):
+    result = run("-n", "1", "true")
+    assert result.exit_code == 1
+    assert "pip install odsgd-kvstore[cpu]" in result.output
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("-H", "hosts"),
+        ("--hostfile", "hosts"),
+        ("--sync-dst-dir", "/d"),
+        ("--interface", "eth0"),
+        ("--port-range", "1-2"),
+        ("--max-restarts", "1"),
+        ("--log-dir", "d"),
+        ("--emulate-bandwidth", "1gbit"),
+        ("--launcher", "ssh"),
+        ("--launcher", "mpi"),
+        ("--launcher", "slurm"),
+        ("--launcher", "kubernetes"),
+    ],
+)
+def test_an_option_to_come_is_refused_by_name(run, option, value):
+    result = run("-n", "1", option, value, "true")
+    assert result.exit_code == 2
+    error = result.output.split("Error: ")[1]
+    assert option in error and "not supported yet" in error
+
+
+@pytest.mark.parametrize("name", ["sge", "yarn", "nonsense"])
+def test_other_launchers_are_refused_by_name(run, name):
+    result = run("-n", "1", "--launcher", name, "true")
+    assert result.exit_code == 2
+    assert f"--launcher {name} is not supported;" in result.output
+
+
+def test_p3_is_refused_with_the_reason(run):
+    result = run("-n", "1", "--p3", "true")
+    assert result.exit_code == 2
+    assert "--p3 is not supported: the p3 store has no optimizer" in result.output
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["true"], "--num-workers"),
+        (["-n", "0", "true"], "-n/--num-workers is 0"),
+        (["-n", "1", "-s", "0", "true"], "-s/--num-servers is 0"),
+        (["-n", "two", "true"], "'two' is not a valid integer"),
+        (["-n", "1"], "COMMAND"),
+        (["-n", "1", "--timeout", "0", "true"], "--timeout is 0"),
+        (["-n", "1", "--timeout", "nan", "true"], "--timeout is nan"),
+        (["-n", "1", "--env", "NOPE_NOPE", "true"], "NOPE_NOPE is not set"),
+    ],
+)
+def test_a_bad_setting_is_named(run, args, words):
+    result = run(*args)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def feed(*parts, step_s=0.0):
+    """Everything that a splitter says of `parts`, `step_s` apart."""
+    splitter = LineSplitter()
+    lines = [splitter.feed(part, i * step_s) for i, part in enumerate(parts)]
+    return sum(lines, []) + splitter.close()
+
+
+@pytest.mark.parametrize(
+    "parts, lines",
+    [
+        ([b"a\nb\n"], ["a", "b"]),
+        ([b"a", b"b\n\nc"], ["ab", "", "c"]),
+        ([b"a\r\nb\r", b"\n"], ["a", "b"]),
+        ([b"\xff\n"], ["\ufffd"]),
+        ([b"\xe2\x82", b"\xac\n"], ["\u20ac"]),
+        ([b"1%\r2%\r3%\n"], ["3%"]),
+        ([b"\r1%", b"\r2%", b"\r3%"], ["1%", "3%"]),  # The second came too soon.
+    ],
+)
+def test_splitter_gives_whole_lines(parts, lines):
+    assert feed(*parts) == lines
+
+
+def test_splitter_shows_a_progress_bar_once_a_second():
+    parts = [b"\r%d%%" % i for i in range(5)]
+    assert feed(*parts, step_s=0.5) == ["0%", "2%", "4%"]
+
+
+def test_splitter_keeps_lines_of_megabytes_whole():
+    assert feed(*[b"x" * 65536] * 64, b"\n") == ["x" * 65536 * 64]
+
+
+@pytest.mark.parametrize(
+    "code, exit_code, reason",
+    [
+        (3, 3, "failed with exit code 3"),
+        (-9, 137, "was ended by signal 9 (SIGKILL)"),
+        (-40, 168, "was ended by signal 40 (real-time)"),
+        (0, 1, "ended (exit code 0) before the workers were done"),
+    ],
+)
+def test_failure_says_how_a_role_ended(code, exit_code, reason):
+    failure = Failure.of_exit("worker 1", 4711, code, ["a", "b"])
+    assert failure.exit_code == exit_code
+    assert str(failure) == (
+        f"worker 1 (pid 4711) {reason}; its last lines were:\n    a\n    b"
+    )
+    silent = Failure.of_exit("worker 1", 4711, code, [])
+    assert str(silent) == f"worker 1 (pid 4711) {reason}; it wrote nothing"
