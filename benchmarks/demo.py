@@ -22,7 +22,7 @@ from odsgd_kvstore.launch import commands, processes
 WORKER = Path(__file__).resolve().with_name("demo_worker.py")
 LEAST_ACCURACY = 0.97
 JOB_TIMEOUT_S = 150
-BAR_WIDTH = 24
+BAR_WIDTH = 16  # so that the line fits into 80 columns
 
 NEXT = """\
 Next:
@@ -152,9 +152,10 @@ def show(outcomes: list[Outcome]) -> None:
 def main(settings: Settings) -> int:
     """Run both jobs, show what came of them, and return the exit code."""
     print(
-        f"{settings.num_workers} workers and {settings.num_servers} server train a small"
-        f" net on handwritten digits:\n{settings.warmup_steps} synchronous warm-up steps,"
-        " then One-step Delay SGD; and once more with dist_sync.\n",
+        "Training a small net on handwritten digits, on this machine.\n"
+        f"Workers: {settings.num_workers}, servers: {settings.num_servers}. First "
+        f"{settings.warmup_steps} synchronous warm-up steps, then One-step Delay SGD;\n"
+        "and all of it once more with MXNet's own dist_sync.\n",
         flush=True,
     )
     outcomes = []

@@ -19,6 +19,7 @@ __all__ = [
     "synchronize",
 ]
 
+_environment.check_python()
 if not _environment.is_launcher():
     _environment.prepare()
     if _environment.takes_server_role():

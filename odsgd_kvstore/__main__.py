@@ -4,6 +4,8 @@ The import of the package has registered `dist_odsgd` by now; in a server's or
 scheduler's role it has served, and never comes here.
 """
 
+from __future__ import annotations
+
 import os
 import runpy
 import sys
@@ -28,7 +30,8 @@ def main() -> None:
     if not os.path.exists(script):
         print(
             f"odsgd_kvstore: the script {os.path.abspath(script)} does not exist. "
-            f"\n{_USAGE}", file=sys.stderr,
+            f"\n{_USAGE}",
+            file=sys.stderr,
         )
         sys.exit(2)
     sys.argv = sys.argv[1:]

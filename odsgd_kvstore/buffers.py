@@ -5,8 +5,10 @@ update leaves B free, W(t+1) is pulled into it, and A and B change places.
 Invariant: for a rule that keeps W(t-1), A - B is the servers' momentum.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Sequence
 
 from mxnet import ndarray as nd
 from mxnet.context import Context
@@ -49,20 +51,20 @@ class Replicated:
 
     key: Any
     native: int
-    shape: Tuple[int, ...]
+    shape: tuple[int, ...]
     size: int
     index: Any
-    weights: List[nd.NDArray]
+    weights: list[nd.NDArray]
     update: int = 0
     base: int = 0
     step: int = -1
     offset: int = 0
     is_local: bool = False
-    staging: Optional[nd.NDArray] = None
-    others: List[nd.NDArray] = field(default_factory=list)
-    global_weight: Optional[nd.NDArray] = None
-    spare: Optional[nd.NDArray] = None
-    local_weight: Optional[nd.NDArray] = None
+    staging: nd.NDArray | None = None
+    others: list[nd.NDArray] = field(default_factory=list)
+    global_weight: nd.NDArray | None = None
+    spare: nd.NDArray | None = None
+    local_weight: nd.NDArray | None = None
 
     def allocate(self, context: Context, delayed: bool, keeps_previous: bool) -> None:
         """Make the arrays, on `context`, at the first push; W(0) is in `weights`."""
@@ -102,7 +104,7 @@ class Replicated:
                 local_weight.copyto(weight)
         self.is_local = True
 
-    def pull_targets(self, warmup: bool) -> List[nd.NDArray]:
+    def pull_targets(self, warmup: bool) -> list[nd.NDArray]:
         """The arrays that W(t+1) is pulled into."""
         target = self.global_weight if self.spare is None else self.spare
         kept = [] if target is None else [target]

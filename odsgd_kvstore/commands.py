@@ -10,12 +10,14 @@ can be replayed.
 What stays open: ps-lite's data plane and its own control messages are not sealed.
 """
 
+from __future__ import annotations
+
 import base64
 import hashlib
 import hmac
 import json
 import pickle
-from typing import Any, Dict, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 import numpy as np
 from mxnet import lr_scheduler as schedules
@@ -28,8 +30,14 @@ PROTOCOL = 1
 _HEAD = "codsgd_kvstore.server\napply\n(V"
 _TAIL = "\ntR."
 _WORKER_ONLY = {
-    "param_dict": {}, "idx2name": {}, "sym_info": (), "lr_mult": {}, "wd_mult": {},
-    "_all_index_update_counts": {}, "_index_update_count": {}, "num_update": 0,
+    "param_dict": {},
+    "idx2name": {},
+    "sym_info": (),
+    "lr_mult": {},
+    "wd_mult": {},
+    "_all_index_update_counts": {},
+    "_index_update_count": {},
+    "num_update": 0,
 }
 
 
@@ -59,8 +67,11 @@ class Sealer:
         self._number += 1
         text = json.dumps(
             {
-                "body": body, "job": self._job, "nonces": list(nonces),
-                "rank": self._rank, "number": self._number,
+                "body": body,
+                "job": self._job,
+                "nonces": list(nonces),
+                "rank": self._rank,
+                "number": self._number,
             }
         )
         sealed = json.dumps({"text": text, "seal": _mac(self._key, text)})
@@ -82,9 +93,9 @@ class Opener:
 
     def __init__(self, key: bytes, job: str, nonce: str) -> None:
         self.key, self._job, self._nonce = key, job, nonce
-        self._last: Dict[int, int] = {}
+        self._last: dict[int, int] = {}
 
-    def open(self, envelope: str) -> Dict[str, Any]:
+    def open(self, envelope: str) -> dict[str, Any]:
         """The body of a message.
 
         Raises
@@ -99,13 +110,15 @@ class Opener:
             outer = json.loads(base64.b64decode(inside, validate=True))
             text, seal = outer["text"], outer["seal"]
             if self.key and not hmac.compare_digest(_mac(self.key, text), seal):
-                raise SealError("a command with a wrong seal arrived (another ODSGD_KEY?)")
+                raise SealError(
+                    "a command with a wrong seal arrived (another ODSGD_KEY?)"
+                )
             message = json.loads(text)
             return self._check(message)
         except (ValueError, KeyError, TypeError) as error:
             raise SealError(f"a malformed command arrived ({error!r})") from None
 
-    def _check(self, message: Mapping[str, Any]) -> Dict[str, Any]:
+    def _check(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The body, unless job, nonce or number say that it is not meant for now."""
         body, rank, number = message["body"], message["rank"], message["number"]
         if message["job"] != self._job:
@@ -122,9 +135,7 @@ def _mac(key: bytes, text: str) -> str:
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest() if key else ""
 
 
-def encode_optimizer(
-    optimizer: opt.Optimizer, rescale: float = 1.0
-) -> Dict[str, Any]:
+def encode_optimizer(optimizer: opt.Optimizer, rescale: float = 1.0) -> dict[str, Any]:
     """An optimizer as JSON: MXNet's own by attributes, any other pickled.
 
     What belongs to the worker alone is left out: parameters, symbols, names and
@@ -168,7 +179,7 @@ def decode_schedule(encoded: Any, sealed: bool) -> Any:
     return None if encoded is None else _decode(encoded, schedules, sealed)
 
 
-def _encode(thing: Any, home: Any, skip: Sequence[str]) -> Dict[str, Any]:
+def _encode(thing: Any, home: Any, skip: Sequence[str]) -> dict[str, Any]:
     """By class name and attributes if it is one of `home`'s own, else pickled."""
     kind = type(thing)
     state = {k: as_plain(v) for k, v in vars(thing).items() if k not in skip}
@@ -223,4 +234,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list):
         return all(_is_plain(v) for v in value)
     return value is None or type(value) in (bool, int, float, str)
-

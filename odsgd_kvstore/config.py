@@ -1,8 +1,10 @@
 """Every setting: its default, its environment variable and what is allowed."""
 
+from __future__ import annotations
+
 import os
 from dataclasses import dataclass, field
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Any, Mapping
 
 from .errors import ConfigError, NotSupportedYet
 
@@ -47,7 +49,7 @@ class Config:
     local_optimizer_params: Mapping[str, Any] = field(default_factory=dict)
     warmup_steps: int = DEFAULT_WARMUP_STEPS
     delay: int = 1
-    compression_params: Optional[Mapping[str, Any]] = None
+    compression_params: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _check_rule(self.local_optimizer, self.local_optimizer_params)
@@ -65,8 +67,8 @@ class Config:
 
     @classmethod
     def from_environment(
-        cls, environ: Optional[Mapping[str, str]] = None, **given: Any
-    ) -> "Config":
+        cls, environ: Mapping[str, str] | None = None, **given: Any
+    ) -> Config:
         """Settings from keyword arguments, else ODSGD_* variables, else defaults.
 
         Parameters
@@ -82,7 +84,7 @@ class Config:
             A value is not allowed; the message names the variable it came from.
         """
         environ = os.environ if environ is None else environ
-        values: Dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, variable, parse in _VARIABLES:
             if environ.get(variable, "") != "":
                 values[name] = parse(variable, environ[variable])
@@ -114,13 +116,13 @@ class Cluster:
     num_workers: int
     num_servers: int
     job: str = ""
-    worker_id: Optional[int] = None
+    worker_id: int | None = None
     bigarray_bound: int = 1000 * 1000
 
     @classmethod
     def from_environment(
-        cls, environ: Optional[Mapping[str, str]] = None
-    ) -> Optional["Cluster"]:
+        cls, environ: Mapping[str, str] | None = None
+    ) -> Cluster | None:
         """The job described by DMLC_*; None (stand-alone) when none is set.
 
         Raises
@@ -164,7 +166,7 @@ class Cluster:
         )
 
 
-def job_key(environ: Optional[Mapping[str, str]] = None) -> bytes:
+def job_key(environ: Mapping[str, str] | None = None) -> bytes:
     """The secret that seals this job's commands; empty when there is none.
 
     Raises
@@ -226,7 +228,9 @@ def _whole(variable: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"{variable} is {text!r}; a whole number is allowed.") from None
+        raise ConfigError(
+            f"{variable} is {text!r}; a whole number is allowed."
+        ) from None
 
 
 def _positive(variable: str, text: str) -> int:
@@ -236,14 +240,14 @@ def _positive(variable: str, text: str) -> int:
     return value
 
 
-def _learning_rate(variable: str, text: str) -> Dict[str, float]:
+def _learning_rate(variable: str, text: str) -> dict[str, float]:
     try:
         return {"learning_rate": float(text)}
     except ValueError:
         raise ConfigError(f"{variable} is {text!r}; a number is allowed.") from None
 
 
-_VARIABLES: Tuple[Tuple[str, str, Any], ...] = (
+_VARIABLES: tuple[tuple[str, str, Any], ...] = (
     ("warmup_steps", "ODSGD_WARMUP_STEPS", _whole),
     ("local_optimizer", "ODSGD_LOCAL_OPTIMIZER", lambda variable, text: text),
     ("local_optimizer_params", "ODSGD_LOCAL_LR", _learning_rate),

@@ -4,13 +4,13 @@ A second native store in a process would hang, so there is one, and each store h
 keys and an optimizer of its own on it.
 """
 
-from typing import Optional
+from __future__ import annotations
 
 from .config import Cluster
 from .native import Native
 from .transport import Connection, Standalone
 
-_open: Optional[Connection] = None  # one native handle per process
+_open: Connection | None = None  # one native handle per process
 
 
 def connect() -> Connection:

@@ -1,6 +1,8 @@
 """Whether this Python, NumPy and MXNet can run the package, and in which role.
 
-Imported before MXNet, which this module must not import at its top.
+Imported before MXNet, which this module must not import at its top. It, `errors.py`
+and `__init__.py` keep to syntax that Python 3.6 can read, so that an old Python gets a
+message and not a SyntaxError.
 """
 
 import importlib.util
@@ -18,6 +20,16 @@ _EXTRAS = (
 )
 
 
+def check_python() -> None:
+    """Raise EnvironmentNotSupported unless this is Python 3.8 to 3.12."""
+    found = sys.version_info[:2]
+    if not OLDEST_PYTHON <= found <= NEWEST_PYTHON:
+        raise EnvironmentNotSupported(
+            f"This is Python {found[0]}.{found[1]}; MXNet 1.9.1 and odsgd_kvstore run on "
+            "3.8 to 3.12. Make a virtual environment with one of these."
+        )
+
+
 def prepare() -> None:
     """Make ready for `import mxnet`.
 
@@ -26,12 +38,6 @@ def prepare() -> None:
     EnvironmentNotSupported
         Says what was found, what is allowed and what to do.
     """
-    found = sys.version_info[:2]
-    if not OLDEST_PYTHON <= found <= NEWEST_PYTHON:
-        raise EnvironmentNotSupported(
-            f"This is Python {found[0]}.{found[1]}; MXNet 1.9.1 and odsgd_kvstore run on "
-            "3.8 to 3.12. Make a virtual environment with one of these."
-        )
     if "mxnet" in sys.modules:
         return
     if importlib.util.find_spec("mxnet") is None:

@@ -1,8 +1,10 @@
 """The global weights in the user's parameters, for evaluation and saving."""
 
+from __future__ import annotations
+
 import contextlib
 import os
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Iterator
 
 import mxnet as mx
 from mxnet import gluon
@@ -68,7 +70,9 @@ def global_weights(x: Any) -> Iterator[None]:
 
 
 def module_checkpoint(
-    mod: mx.mod.BaseModule, prefix: str, period: int = 1,
+    mod: mx.mod.BaseModule,
+    prefix: str,
+    period: int = 1,
     save_optimizer_states: bool = False,
 ) -> Callable[..., None]:
     """An epoch-end callback of `Module.fit` that saves the global weights.
@@ -119,7 +123,7 @@ def _write(path: str, save: Callable[[str], None]) -> None:
             os.remove(partial)
 
 
-def _store_of(x: Any) -> Optional[ODSGDStore]:
+def _store_of(x: Any) -> ODSGDStore | None:
     """The store behind `x`; None before it is made."""
     if isinstance(x, mx.mod.BucketingModule):
         x = x._curr_module
@@ -136,7 +140,7 @@ def _store_of(x: Any) -> Optional[ODSGDStore]:
     return store
 
 
-def _pipeline_of(x: Any) -> Optional[Pipeline]:
+def _pipeline_of(x: Any) -> Pipeline | None:
     store = _store_of(x)
     return None if store is None else store.pipeline
 

@@ -5,17 +5,17 @@ arrived (Xu et al., ACM TACO 17(4), 2020). Runs on every server, for the keys, o
 the slices of keys, that this server holds.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Mapping, Tuple
+from typing import Any, Mapping
 
 from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
-from .errors import ConfigError
 from .local_update import apply_optimizer
 
 _VERSIONS_KEPT = 8  # keys are at most one step apart, so two would do
-_NORM_BASED = ("lars", "lamb", "lbsgd")
 
 
 @dataclass
@@ -42,11 +42,11 @@ class KeyState:
         Steps that the store is ahead of this key, from a count of this key on.
     """
 
-    slots: List[nd.NDArray] = field(default_factory=list)
+    slots: list[nd.NDArray] = field(default_factory=list)
     state: Any = None
     created: bool = False
     count: int = 0
-    offsets: List[Tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    offsets: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
 
 
 class MemoisedSchedule:
@@ -58,7 +58,7 @@ class MemoisedSchedule:
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
-        self._values: Dict[int, float] = {}
+        self._values: dict[int, float] = {}
 
     def __call__(self, num_update: int) -> float:
         if num_update not in self._values:
@@ -80,15 +80,17 @@ class GlobalUpdate:
         if optimizer.lr_scheduler is not None:
             optimizer.lr_scheduler = MemoisedSchedule(optimizer.lr_scheduler)
         self._optimizer = optimizer
-        self._keys: Dict[int, KeyState] = {}
-        self._versions: List[Tuple[int, Dict[str, Any], Dict[int, Multipliers]]] = []
+        self._keys: dict[int, KeyState] = {}
+        self._versions: list[tuple[int, dict[str, Any], dict[int, Multipliers]]] = []
         self._versions.append((0, {}, {}))
         self._applied = 0
 
     def change(
-        self, step: int, values: Mapping[str, Any],
-        multipliers: Mapping[int, Tuple[float, float]],
-        offsets: Mapping[int, Tuple[int, int]],
+        self,
+        step: int,
+        values: Mapping[str, Any],
+        multipliers: Mapping[int, tuple[float, float]],
+        offsets: Mapping[int, tuple[int, int]],
     ) -> None:
         """New hyper-parameters, multipliers and keys, which hold from a step on.
 
@@ -115,7 +117,11 @@ class GlobalUpdate:
             self._keys.setdefault(key, KeyState())
         made = {key: Multipliers(*pair) for key, pair in multipliers.items()}
         self._versions.append(
-            (max(step, last_step), {**last_values, **values}, {**last_multipliers, **made})
+            (
+                max(step, last_step),
+                {**last_values, **values},
+                {**last_multipliers, **made},
+            )
         )
         del self._versions[:-_VERSIONS_KEPT]
         self._applied = -1
@@ -156,54 +162,10 @@ class GlobalUpdate:
         self._applied = chosen
 
 
-def flatten(state: Any) -> List[nd.NDArray]:
+def flatten(state: Any) -> list[nd.NDArray]:
     """The arrays of an optimizer's state, in order."""
     if state is None:
         return []
     if isinstance(state, (tuple, list)):
         return [array for part in state for array in flatten(part)]
     return [state]
-
-
-def check_supported(optimizer: opt.Optimizer, num_servers: int) -> None:
-    """Refuse an optimizer that would train wrongly on the servers.
-
-    Raises
-    ------
-    ConfigError
-        The optimizer, by name, with the reason.
-    """
-    name, reason = type(optimizer).__name__, None
-    if name == "SGLD":
-        reason = "it draws random numbers, which no worker can mirror"
-    elif name == "DCASGD" and optimizer.momentum != 0:
-        reason = "its update with momentum fails in MXNet 1.9.1"
-    elif name == "Nadam" and num_servers > 1:
-        reason = (
-            f"its momentum schedule advances once per key and server, so {num_servers} "
-            "servers would train differently; use 1 server"
-        )
-    if reason:
-        raise ConfigError(
-            f"The optimizer {name} is not allowed with dist_odsgd: {reason}. Choose "
-            "another optimizer, or kvstore='dist_sync'."
-        )
-
-
-def check_slice(
-    optimizer: opt.Optimizer, name: str, size: int, bound: int, num_servers: int
-) -> None:
-    """Refuse a layer-wise optimizer for an array that would be cut over servers.
-
-    Raises
-    ------
-    ConfigError
-        Names the parameter, and what to set.
-    """
-    kind = type(optimizer).__name__
-    if kind.lower() in _NORM_BASED and size >= bound and num_servers > 1:
-        raise ConfigError(
-            f"The optimizer {kind} needs each layer's norm, and parameter {name} with "
-            f"{size} numbers would be cut over {num_servers} servers. Use 1 server, or "
-            f"set MXNET_KVSTORE_BIGARRAY_BOUND above {size} for every role."
-        )

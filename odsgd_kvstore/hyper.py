@@ -1,7 +1,9 @@
 """What the servers know of rank 0's optimizer, and what has changed since."""
 
+from __future__ import annotations
+
 import logging
-from typing import Any, Dict, List, Mapping
+from typing import Any, Iterable, Mapping
 
 from mxnet import optimizer as opt
 
@@ -17,21 +19,23 @@ _logger = logging.getLogger(__name__)
 
 
 class HyperParameters:
-    """Watches the user's optimizer between steps.
+    """Watches the user's optimizer between steps, and words the servers' orders.
 
     Parameters
     ----------
     optimizer : mxnet.optimizer.Optimizer
         The user's own object; only read.
+    store : int
+        The store's number.
     """
 
-    def __init__(self, optimizer: opt.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: opt.Optimizer, store: int) -> None:
+        self._optimizer, self._store = optimizer, store
         self._seen = hyper_parameters(optimizer)
-        self._multipliers: Dict[int, List[float]] = {}
+        self._multipliers: dict[int, list[float]] = {}
         self._steps_changed = 0
 
-    def changes(self) -> Dict[str, Any]:
+    def changes(self) -> dict[str, Any]:
         """Attributes that differ from the last look, by name.
 
         Raises
@@ -41,8 +45,10 @@ class HyperParameters:
         """
         now = hyper_parameters(self._optimizer)
         changed = {
-            name: value for name, value in now.items()
-            if name not in self._seen or self._seen[name] is not value
+            name: value
+            for name, value in now.items()
+            if name not in self._seen
+            or self._seen[name] is not value
             and self._seen[name] != value
         }
         if changed.get("momentum") and not self._seen.get("momentum"):
@@ -55,18 +61,43 @@ class HyperParameters:
         self._warn_if_changed_by_hand(bool(changed))
         return changed
 
-    def multipliers(self, records: List[Replicated]) -> Dict[int, List[float]]:
-        """(lr_mult, wd_mult) of the native keys for which they are new."""
+    def begin(
+        self, step: int, records: Iterable[Replicated], rescale: float
+    ) -> dict[str, Any]:
+        """The message that gives the servers the optimizer and all keys."""
+        encoded = commands.encode_optimizer(self._optimizer, rescale=rescale)
+        multipliers = self._new_multipliers(records)
+        return {**self._message("begin", step, multipliers=multipliers), **encoded}
+
+    def change(
+        self, step: int, records: Iterable[Replicated], changes: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """The message for what is new since the last step; None for nothing."""
+        multipliers = self._new_multipliers(records)
+        if not (changes or multipliers):
+            return None
+        return self._message(
+            "change", step, values=_encode_values(changes), multipliers=multipliers
+        )
+
+    def offset(self, step: int, record: Replicated, offset: int) -> dict[str, Any]:
+        """The message that a key is `offset` updates behind the store's steps."""
+        return self._message(
+            "change", step, offsets={record.native: [record.update + 1, offset]}
+        )
+
+    def _message(self, op: str, step: int, **parts: Any) -> dict[str, Any]:
+        empty: dict[str, Any] = {"values": {}, "multipliers": {}, "offsets": {}}
+        return {**empty, **parts, "op": op, "store": self._store, "step": step}
+
+    def _new_multipliers(self, records: Iterable[Replicated]) -> dict[int, list[float]]:
+        """[lr_mult, wd_mult] of the native keys for which they are new."""
         now = {r.native: multipliers_of(self._optimizer, r.index) for r in records}
         new = {k: v for k, v in now.items() if self._multipliers.get(k) != v}
         self._multipliers.update(new)
         return new
 
-    def knows(self, record: Replicated) -> bool:
-        """Whether the servers were told of this key."""
-        return record.native in self._multipliers
-
-    def summary(self) -> Dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """The values that ranks should agree on."""
         return {name: self._seen[name] for name in _MUST_AGREE if name in self._seen}
 
@@ -76,11 +107,12 @@ class HyperParameters:
             _logger.warning(
                 "The optimizer was changed by hand at each of the last %d steps. Each "
                 "change waits until every server has it; use an lr_scheduler, which "
-                "the servers evaluate themselves.", _HAND_CHANGES,
+                "the servers evaluate themselves.",
+                _HAND_CHANGES,
             )
 
 
-def encode_values(changes: Mapping[str, Any]) -> Dict[str, Any]:
+def _encode_values(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Changed attributes as JSON."""
     values = {name: commands.as_plain(value) for name, value in changes.items()}
     if values.get("lr_scheduler") is not None:
@@ -95,7 +127,7 @@ def index_of(optimizer: opt.Optimizer, key: Any) -> Any:
     return {name: index for index, name in optimizer.idx2name.items()}.get(key, key)
 
 
-def multipliers_of(optimizer: opt.Optimizer, index: Any) -> List[float]:
+def multipliers_of(optimizer: opt.Optimizer, index: Any) -> list[float]:
     """[lr_mult, wd_mult], looked up in the order of `Optimizer._get_lrs`."""
     if index in optimizer.param_dict:
         parameter = optimizer.param_dict[index]

@@ -5,7 +5,9 @@ ps-lite sends an array below MXNET_KVSTORE_BIGARRAY_BOUND whole to server
 chosen by choosing the key. Native keys are never reused in a process.
 """
 
-from typing import Any, Dict, Generic, Iterator, List, TypeVar, Union
+from __future__ import annotations
+
+from typing import Any, Generic, Iterator, TypeVar, Union
 
 from .errors import ConfigError, JobError
 
@@ -61,7 +63,7 @@ class UserKeys(Generic[Record]):
     """The user's keys of one store, int and str mixed, in order of creation."""
 
     def __init__(self) -> None:
-        self._records: Dict[UserKey, Record] = {}
+        self._records: dict[UserKey, Record] = {}
 
     def add(self, key: UserKey, record: Record) -> None:
         """Remember a new key.
@@ -103,6 +105,6 @@ class UserKeys(Generic[Record]):
         return len(self._records)
 
 
-def as_list(value: Any) -> List[Any]:
+def as_list(value: Any) -> list[Any]:
     """A list of one, unless it is a list or tuple already."""
     return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,22 +1,23 @@
 """`dist_odsgd`: push, pull and pushpull with a one-step delay; no arithmetic here."""
 
-from typing import Any, List, Mapping, NoReturn, Optional, Tuple
+from __future__ import annotations
+
+from typing import Any, Mapping, NoReturn
 
 import mxnet as mx
-import numpy as np
 from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
-from . import commands, global_update, local_update
 from .buffers import Replicated
+from .checks import check_optimizer, check_size, check_slice, check_type
 from .config import Config
 from .connection import connect
-from .errors import ConfigError, MismatchError, NotSupportedYet
+from .errors import ConfigError, NotSupportedYet
 from .hyper import index_of
 from .keys import UserKey, as_list
-from .pipeline import Pipeline, check_equal
+from .pipeline import Pipeline
+from .transport import check_equal
 
-_LARGEST_SIZE = 2**31 - 1
 _KEYS_IN_A_ROW = 4  # as many as an exchange has room for
 
 
@@ -49,7 +50,7 @@ class ODSGDStore(mx.kvstore.KVStore):
     """
 
     def __init__(
-        self, config: Optional[Config] = None, sum_on_device: bool = False
+        self, config: Config | None = None, sum_on_device: bool = False
     ) -> None:
         self.config = config or Config.from_environment()
         self._sum_on_device = sum_on_device
@@ -59,12 +60,16 @@ class ODSGDStore(mx.kvstore.KVStore):
         number = self._connection.num_stores
         self._connection.num_stores += 1
         self.pipeline = Pipeline(self.config, self._connection, number, sum_on_device)
-        self._optimizer: Optional[opt.Optimizer] = None
+        self._optimizer: opt.Optimizer | None = None
         rows = self._connection.exchange(
             {"op": f"create store {number}", "config": repr(self.config)[:350]}
         )
-        check_equal(rows, "config", "settings",
-                    "Give every rank the same arguments and ODSGD_* variables.")
+        check_equal(
+            rows,
+            "config",
+            "settings",
+            "Give every rank the same arguments and ODSGD_* variables.",
+        )
 
     def __del__(self) -> None:
         """Nothing: the native store belongs to the process."""
@@ -146,7 +151,9 @@ class ODSGDStore(mx.kvstore.KVStore):
             for weight in record.weights:
                 self._connection.pull([record.native], [weight])
 
-    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+    def pushpull(
+        self, key: Any, value: Any, out: Any = None, priority: int = 0
+    ) -> None:
         """One step of each key: push gradients, make the local weights in `out`.
 
         During warm-up `out` receives W(t+1), as with `dist_sync`. After it, `out`
@@ -186,7 +193,7 @@ class ODSGDStore(mx.kvstore.KVStore):
                 step.begin_step()
             gradient = step.stage(record, gradients, weights)
             step.local_update(record, gradient)
-            step.exchange(record, gradient)
+            step.global_update(record, gradient)
 
     def pull(
         self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True
@@ -227,7 +234,9 @@ class ODSGDStore(mx.kvstore.KVStore):
         """Refused unless empty."""
         Config(compression_params=compression_params)
 
-    def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> NoReturn:
+    def save_optimizer_states(
+        self, fname: str, dump_optimizer: bool = False
+    ) -> NoReturn:
         """Refused."""
         raise NotSupportedYet(
             "Saving the optimizer's state from the servers is not supported yet. Save "
@@ -251,7 +260,9 @@ class ODSGDStore(mx.kvstore.KVStore):
         """Wait until every worker is here; collective."""
         self._connection.barrier()
 
-    def _add(self, key: UserKey, value: nd.NDArray, outs: List[nd.NDArray]) -> Replicated:
+    def _add(
+        self, key: UserKey, value: nd.NDArray, outs: list[nd.NDArray]
+    ) -> Replicated:
         """A record for a new key."""
         index = key if self._optimizer is None else index_of(self._optimizer, key)
         native = self._connection.keys.place(value.size)
@@ -262,77 +273,35 @@ class ODSGDStore(mx.kvstore.KVStore):
     def _check_array(self, key: UserKey, value: nd.NDArray) -> None:
         """Refuse what the servers could not update rightly."""
         check_type(key, value.dtype, value.stype)
-        if not 0 < value.size <= _LARGEST_SIZE:
-            raise ConfigError(
-                f"Parameter {key} has shape {value.shape}; allowed are 1 to "
-                f"{_LARGEST_SIZE} numbers."
-            )
+        check_size(key, value.shape, value.size)
         if self._optimizer is not None:
-            global_update.check_slice(
-                self._optimizer, key, value.size, self._connection.bigarray_bound,
+            check_slice(
+                self._optimizer,
+                key,
+                value.size,
+                self._connection.bigarray_bound,
                 self._connection.num_servers,
             )
 
-    def _check_same(self, keys: List[Tuple[UserKey, Tuple[int, ...]]]) -> None:
+    def _check_same(self, keys: list[tuple[UserKey, tuple[int, ...]]]) -> None:
         """Every rank makes the same keys, of the same shape, at the same time."""
         for start in range(0, len(keys), _KEYS_IN_A_ROW):
             part = keys[start : start + _KEYS_IN_A_ROW]
             rows = self._connection.exchange(
-                {"op": "broadcast", "keys": "; ".join(f"{k!r} {s}" for k, s in part)[:400]}
+                {
+                    "op": "broadcast",
+                    "keys": "; ".join(f"{k!r} {s}" for k, s in part)[:400],
+                }
             )
-            check_equal(rows, "keys", "parameters",
-                        "Build the same network, with the same shapes, on every rank.")
+            check_equal(
+                rows,
+                "keys",
+                "parameters",
+                "Build the same network, with the same shapes, on every rank.",
+            )
 
 
-def check_optimizer(optimizer: opt.Optimizer, config: Config, num_servers: int) -> None:
-    """Refuse an optimizer that the servers or the local update cannot run.
-
-    Raises
-    ------
-    ConfigError, NotSupportedYet
-    """
-    if not isinstance(optimizer, opt.Optimizer):
-        raise ConfigError(f"{optimizer!r} is not an mxnet.optimizer.Optimizer.")
-    global_update.check_supported(optimizer, num_servers)
-    commands.encode_optimizer(optimizer)
-    local_update.create(
-        config.local_optimizer, config.local_optimizer_params, optimizer, 1.0
-    )
-
-
-def check_type(name: Any, dtype: Any, stype: str) -> None:
-    """Refuse a parameter that is not dense float32.
-
-    Parameters
-    ----------
-    name : int or str
-        For the message.
-    dtype, stype : numpy dtype or its name, str
-        Of the parameter's array.
-
-    Raises
-    ------
-    ConfigError, NotSupportedYet
-    """
-    dtype = np.dtype(dtype)
-    if stype != "default":
-        raise NotSupportedYet(
-            f"Parameter {name} is {stype}: sparse weights are not supported yet with "
-            "dist_odsgd. Use dense weights, or kvstore='dist_sync'."
-        )
-    if dtype == np.float16:
-        raise NotSupportedYet(
-            f"Parameter {name} is float16, which is not supported yet with dist_odsgd; "
-            "allowed is float32."
-        )
-    if dtype != np.float32:
-        raise ConfigError(
-            f"Parameter {name} is {dtype}; allowed is float32 (MXNet's servers compute "
-            "in float32 whatever they are given). Cast it: net.cast('float32')."
-        )
-
-
-def _grouped(key: Any, value: Any, out: Any) -> List[Tuple[UserKey, List, List]]:
+def _grouped(key: Any, value: Any, out: Any) -> list[tuple[UserKey, list, list]]:
     """(key, values, outs) per key, whatever the nesting that KVStore allows."""
     if not isinstance(key, (list, tuple)):
         return [(key, as_list(value), [] if out is None else as_list(out))]

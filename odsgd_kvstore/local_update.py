@@ -6,17 +6,20 @@ W(t+1) is still on its way (Xu et al., ACM TACO 17(4), 2020). Symbols: W(t) is
 `gradient`, scaled so that it stands for the sum over the workers.
 """
 
+from __future__ import annotations
+
 import copy
 import inspect
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Mapping
 
+import numpy as np
 from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
 from .errors import ConfigError, NotSupportedYet
 
 _COUNTERS = ("num_update", "begin_num_update", "rescale_grad")
-_PLAIN = (int, float, str, type(None))
+_PLAIN = (int, float, str, type(None), np.generic)
 
 
 class LocalUpdate:
@@ -45,14 +48,21 @@ class LocalUpdate:
         self._optimizer.num_update = step
 
     def observe(
-        self, index: Any, scratch: nd.NDArray, global_weight: nd.NDArray,
+        self,
+        index: Any,
+        scratch: nd.NDArray,
+        global_weight: nd.NDArray,
         gradient: nd.NDArray,
     ) -> None:
         """See the gradient of a warm-up step; `scratch` may be overwritten."""
 
     def update(
-        self, index: Any, local_weight: nd.NDArray, global_weight: nd.NDArray,
-        previous: Optional[nd.NDArray], gradient: nd.NDArray,
+        self,
+        index: Any,
+        local_weight: nd.NDArray,
+        global_weight: nd.NDArray,
+        previous: nd.NDArray | None,
+        gradient: nd.NDArray,
     ) -> None:
         """Write L(i,t+1) into `local_weight`; returns before the work is done.
 
@@ -118,7 +128,7 @@ class Replica(LocalUpdate):
 
     def __init__(self, optimizer: opt.Optimizer, rescale: float) -> None:
         super().__init__(optimizer, rescale)
-        self._states: Dict[Any, Any] = {}
+        self._states: dict[Any, Any] = {}
 
     def observe(self, index, scratch, global_weight, gradient) -> None:
         self.update(index, scratch, global_weight, None, gradient)
@@ -151,7 +161,10 @@ class NamedOptimizer(Replica):
     """
 
     def __init__(
-        self, optimizer: opt.Optimizer, rescale: float, name: str,
+        self,
+        optimizer: opt.Optimizer,
+        rescale: float,
+        name: str,
         params: Mapping[str, Any],
     ) -> None:
         super().__init__(optimizer, rescale)
@@ -252,7 +265,10 @@ def create_named(name: str, params: Mapping[str, Any]) -> opt.Optimizer:
 
 
 def apply_optimizer(
-    optimizer: opt.Optimizer, index: Any, weight: nd.NDArray, gradient: nd.NDArray,
+    optimizer: opt.Optimizer,
+    index: Any,
+    weight: nd.NDArray,
+    gradient: nd.NDArray,
     state: Any,
 ) -> None:
     """One update as `mxnet.optimizer.Updater` makes it, on one parameter."""
@@ -275,7 +291,7 @@ def uncounted_copy(optimizer: opt.Optimizer) -> opt.Optimizer:
     return twin
 
 
-def hyper_parameters(optimizer: opt.Optimizer) -> Dict[str, Any]:
+def hyper_parameters(optimizer: opt.Optimizer) -> dict[str, Any]:
     """What may change between steps: plain attributes and the schedule.
 
     Counters and `rescale_grad` are left out: a worker scales its own gradient.

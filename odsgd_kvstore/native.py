@@ -1,12 +1,13 @@
 """The job's transport: MXNet's native ps-lite store, with handshake and status."""
 
+from __future__ import annotations
+
 import atexit
 import ctypes
 import json
 import logging
 import os
 import threading
-from typing import List, Optional
 
 import mxnet as mx
 import numpy as np
@@ -55,7 +56,7 @@ class Native(Connection):
         self._check_rank(cluster)
         self._sealer = Sealer(self._job_key(), cluster.job, self.rank)
         self._handshake()
-        self._watch: Optional[StatusWatch] = StatusWatch(self._read_error, self._report)
+        self._watch: StatusWatch | None = StatusWatch(self._read_error, self._report)
 
     def init(self, keys, values) -> None:
         with self._lock:
@@ -72,7 +73,9 @@ class Native(Connection):
 
     def command(self, body) -> None:
         with self._lock:
-            self._native._send_command_to_servers(0, self._sealer.seal(body, self._nonces))
+            self._native._send_command_to_servers(
+                0, self._sealer.seal(body, self._nonces)
+            )
         self.check_now()
 
     def check(self) -> None:
@@ -113,7 +116,9 @@ class Native(Connection):
         table = nd.zeros(rows.size)
         self.pushpull(self._exchange_key, nd.array(rows.reshape(-1)), [table])
         gathered = table.asnumpy().astype(np.uint8).reshape(rows.shape)
-        return [json.loads(bytes(r[2 : 2 + int(r[0]) * 256 + int(r[1])])) for r in gathered]
+        return [
+            json.loads(bytes(r[2 : 2 + int(r[0]) * 256 + int(r[1])])) for r in gathered
+        ]
 
     def _check_rank(self, cluster: Cluster) -> None:
         """The launcher numbered its workers; the job must have the same order."""
@@ -139,10 +144,11 @@ class Native(Connection):
         size = status.length(self.bigarray_bound)
         self._status_keys = [self.keys.on_server(s) for s in range(self.num_servers)]
         self._exchange_key = self.keys.on_server(0)
-        self._nonces: List[str] = []
+        self._nonces: list[str] = []
         if self.rank == 0:
             hello = {
-                "op": "hello", "status_keys": self._status_keys,
+                "op": "hello",
+                "status_keys": self._status_keys,
                 "exchange_key": self._exchange_key,
             }
             self._native._send_command_to_servers(0, self._sealer.seal(hello, []))

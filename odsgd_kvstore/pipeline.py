@@ -4,24 +4,26 @@ Who holds what: `buffers.py`. When a step is warm-up: `schedule.py`. How L is ma
 `local_update.py`. What travels: `connection.py`. Here they meet; no arithmetic.
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import logging
 import time
-from typing import Any, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Iterator, Sequence
 
 import mxnet as mx
 from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
-from . import commands, local_update
+from . import local_update
 from .buffers import Replicated
 from .config import Config
-from .errors import ConfigError, JobError, MismatchError
-from .hyper import HyperParameters, encode_values
+from .errors import ConfigError, JobError
+from .hyper import HyperParameters
 from .keys import UserKeys
 from .schedule import Schedule
-from .transport import Connection
+from .transport import Connection, check_equal
 
 _logger = logging.getLogger(__name__)
 
@@ -51,19 +53,14 @@ class Pipeline:
         self._config, self._connection = config, connection
         self._number, self._sum_on_device = number, sum_on_device
         self._schedule = Schedule(config.warmup_steps, config.delay)
-        self._optimizer: Optional[opt.Optimizer] = None
-        self._hyper: Optional[HyperParameters] = None  # from the first step on
-        self._rule: Optional[local_update.LocalUpdate] = None  # likewise
+        self._optimizer: opt.Optimizer | None = None
+        self._hyper: HyperParameters | None = None  # from the first step on
+        self._rule: local_update.LocalUpdate | None = None  # likewise
         self._rescale = 1.0
         self._step = 0
         self._holds_global = False
         self._stats = dict.fromkeys(("steps", "staleness", "max_staleness"), 0)
         self._stats.update(pushed_bytes=0, pulled_bytes=0, wait_s=0.0)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a step was made."""
-        return self._hyper is not None
 
     def set_optimizer(self, optimizer: opt.Optimizer) -> None:
         """The global optimizer; the servers get it with the first step."""
@@ -99,7 +96,9 @@ class Pipeline:
         self._stats["steps"] += 1
 
     def stage(
-        self, record: Replicated, gradients: Sequence[nd.NDArray],
+        self,
+        record: Replicated,
+        gradients: Sequence[nd.NDArray],
         weights: Sequence[nd.NDArray],
     ) -> nd.NDArray:
         """g(i,t): this worker's gradient, summed over its devices, in staging.
@@ -135,7 +134,7 @@ class Pipeline:
         )
         record.spread_local(local_weight)
 
-    def exchange(self, record: Replicated, gradient: nd.NDArray) -> None:
+    def global_update(self, record: Replicated, gradient: nd.NDArray) -> None:
         """W(t+1) = Opt(W(t), sum_i g(i,t)): push `gradient`, pull W(t+1).
 
         Returns before it is done. During warm-up the weights receive W(t+1), and the
@@ -179,7 +178,8 @@ class Pipeline:
         """
         kept = [
             (record, [weight.copy() for weight in record.weights], record.base)
-            for record in self._stepped() if record.is_local
+            for record in self._stepped()
+            if record.is_local
         ]
         self.synchronize()
         self._holds_global = True
@@ -200,11 +200,17 @@ class Pipeline:
         """
         self._wait()  # a pending update must not be taken for the new weights
         rows = self._connection.exchange(
-            {"op": f"assign weights of store {self._number}",
-             "keys": _digest([record.key for record in records])}
+            {
+                "op": f"assign weights of store {self._number}",
+                "keys": _digest([record.key for record in records]),
+            }
         )
-        check_equal(rows, "keys", "sets of newly assigned parameters",
-                    "Assign the same parameters on every rank.")
+        check_equal(
+            rows,
+            "keys",
+            "sets of newly assigned parameters",
+            "Assign the same parameters on every rank.",
+        )
         if self._connection.rank == 0:
             keys = [record.native for record in records]
             self._connection.command({"op": "assign", "keys": keys})
@@ -212,7 +218,7 @@ class Pipeline:
             self._assign(record)
         self._wait()
 
-    def stats(self) -> Dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Counters of this store on this rank; see `Trainer.stats`."""
         return dict(self._stats)
 
@@ -220,16 +226,16 @@ class Pipeline:
         """One parameter: A := X, B := X - (A - B), L := X."""
         if record.spare is not None:
             nd.elemwise_sub(record.global_weight, record.spare, out=record.spare)
-        value = record.weights[0].copyto(mx.cpu())
-        if self._connection.rank != 0:
-            value *= 0
+        value = nd.zeros(record.shape)  # the servers sum what the ranks push
+        if self._connection.rank == 0:
+            record.weights[0].copyto(value)
         kept = [] if record.global_weight is None else [record.global_weight]
         self._connection.pushpull(record.native, value, kept + record.weights)
         if record.spare is not None:
             nd.elemwise_sub(record.global_weight, record.spare, out=record.spare)
         record.base, record.is_local = record.update, False
 
-    def _stepped(self) -> List[Replicated]:
+    def _stepped(self) -> list[Replicated]:
         return [r for r in self.records if r.update > 0]
 
     def _wait(self) -> None:
@@ -249,63 +255,55 @@ class Pipeline:
                 "the servers. Call set_optimizer first; with a Trainer or Module leave "
                 "update_on_kvstore out (or True), and unset MXNET_UPDATE_ON_KVSTORE."
             )
-        self._hyper = HyperParameters(optimizer)
-        rows = self._connection.exchange({
-            "op": f"first step of store {self._number}",
-            "keys": _digest([(r.key, r.shape) for r in self.records]),
-            "optimizer": type(optimizer).__name__,
-            "rescale_grad": optimizer.rescale_grad,
-            "hyper": repr(self._hyper.summary())[:200],
-        })
+        self._hyper = HyperParameters(optimizer, self._number)
+        rows = self._connection.exchange(
+            {
+                "op": f"first step of store {self._number}",
+                "keys": _digest([(r.key, r.shape) for r in self.records]),
+                "optimizer": type(optimizer).__name__,
+                "rescale_grad": optimizer.rescale_grad,
+                "hyper": repr(self._hyper.summary())[:200],
+            }
+        )
         check_equal(rows, "keys", "parameters", "Build the same network on every rank.")
         check_equal(rows, "optimizer", "optimizers", "Use the same one on every rank.")
         mine, theirs = rows[self._connection.rank]["hyper"], rows[0]["hyper"]
         if mine != theirs:
             _logger.warning(
                 "Rank %d's optimizer has %s, the servers use rank 0's: %s.",
-                self._connection.rank, mine, theirs,
+                self._connection.rank,
+                mine,
+                theirs,
             )
         self._rescale = rows[0]["rescale_grad"]
         self._rule = local_update.create(
-            self._config.local_optimizer, self._config.local_optimizer_params,
-            optimizer, self._rescale * self._connection.num_workers,
+            self._config.local_optimizer,
+            self._config.local_optimizer_params,
+            optimizer,
+            self._rescale * self._connection.num_workers,
         )
         self._step = optimizer.begin_num_update + 1
         self._rule.follow({}, self._step)
-        self._tell({"op": "begin", **commands.encode_optimizer(optimizer,
-                    rescale=self._rescale)}, {})
+        if self._connection.rank == 0:
+            self._connection.command(
+                self._hyper.begin(self._step, self.records, self._rescale)
+            )
         self._log_start()
 
     def _follow_changes(self) -> None:
         """Give what was changed in the optimizer to the rule and to the servers."""
         changes = self._hyper.changes()
         self._rule.follow(changes, self._step)
-        self._tell({"op": "change"}, changes)
-
-    def _tell(self, message: Dict[str, Any], changes: Dict[str, Any]) -> None:
-        """Rank 0: send what is new to the servers, to hold from this step on."""
-        if self._connection.rank != 0:
-            return
-        multipliers = self._hyper.multipliers(list(self.records))
-        if message["op"] == "begin" or changes or multipliers:
-            self._connection.command({
-                **message, "store": self._number, "step": self._step,
-                "values": encode_values(changes), "multipliers": multipliers,
-                "offsets": {},
-            })
+        if self._connection.rank == 0:
+            message = self._hyper.change(self._step, self.records, changes)
+            if message:
+                self._connection.command(message)
 
     def _announce(self, record: Replicated) -> None:
         """Tell the servers of a key that came, or paused, in the middle of training."""
-        begun = self._optimizer.begin_num_update
-        offset = self._step - begun - record.update - 1
-        if self._connection.rank == 0 and (
-            offset != record.offset or not self._hyper.knows(record)
-        ):
-            self._connection.command({
-                "op": "change", "store": self._number, "step": self._step, "values": {},
-                "multipliers": self._hyper.multipliers(list(self.records)),
-                "offsets": {record.native: [record.update + 1, offset]},
-            })
+        offset = self._step - self._optimizer.begin_num_update - record.update - 1
+        if offset != record.offset and self._connection.rank == 0:
+            self._connection.command(self._hyper.offset(self._step, record, offset))
         record.offset = offset
 
     def _log_start(self) -> None:
@@ -316,18 +314,12 @@ class Pipeline:
                 "delay %d. Between steps parameters hold this worker's local weights: "
                 "use odsgd_kvstore.global_weights(...) or .synchronize(...) before "
                 "evaluating or saving.",
-                self._connection.num_workers, self._connection.num_servers,
-                self._rule.name, self._config.warmup_steps, self._config.delay,
+                self._connection.num_workers,
+                self._connection.num_servers,
+                self._rule.name,
+                self._config.warmup_steps,
+                self._config.delay,
             )
-
-
-def check_equal(
-    rows: Sequence[Dict[str, Any]], name: str, what: str, remedy: str
-) -> None:
-    """Raise MismatchError, with every rank's value, unless all are the same."""
-    if any(row[name] != rows[0][name] for row in rows):
-        shown = "; ".join(f"rank {i}: {row[name]}" for i, row in enumerate(rows))
-        raise MismatchError(f"The ranks of this job have different {what} ({shown}). {remedy}")
 
 
 def _digest(thing: Any) -> str:

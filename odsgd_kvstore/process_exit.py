@@ -4,13 +4,15 @@ MXNet's store waits in its destructor for all other workers, so a worker that en
 with an exception or `sys.exit(3)` would hang there, and the job with it.
 """
 
+from __future__ import annotations
+
 import builtins
 import os
 import sys
-from typing import Any, NoReturn, Optional
+from typing import Any, NoReturn
 
 _exit = sys.exit
-_installed: Optional["ExitHooks"] = None
+_installed: ExitHooks | None = None
 
 
 class ExitHooks:
@@ -62,5 +64,3 @@ def end_now(code: int) -> NoReturn:
         except (OSError, ValueError, AttributeError):
             pass
     os._exit(code)
-
-

@@ -1,5 +1,7 @@
 """Makes `mx.kv.create` know our types, and refuse a second native store."""
 
+from __future__ import annotations
+
 import functools
 import weakref
 from typing import Any, Callable
@@ -27,7 +29,7 @@ def register() -> None:
 
 def _guarded(create: Callable[..., Any]) -> Callable[..., Any]:
     """`create` that raises where a second native distributed store would hang."""
-    native: "weakref.WeakSet[Any]" = weakref.WeakSet()
+    native: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @functools.wraps(create)
     def guarded(name: str = "local") -> Any:

@@ -4,6 +4,8 @@ The only module that knows that the delay is one step (`algorithm.md`: the
 recurrences of Xu et al., ACM TACO 17(4), 2020).
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 

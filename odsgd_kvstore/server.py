@@ -4,6 +4,8 @@ In a server's or scheduler's role `import odsgd_kvstore` (so also `python -m
 odsgd_kvstore.server`) hides the role, imports MXNet whole, then calls `serve`.
 """
 
+from __future__ import annotations
+
 import ctypes
 import faulthandler
 import functools
@@ -12,7 +14,7 @@ import secrets
 import signal
 import sys
 import traceback
-from typing import Any, Callable, Dict, Mapping, Optional
+from typing import Any, Callable, Mapping
 
 from mxnet import kvstore
 from mxnet import ndarray as nd
@@ -54,9 +56,9 @@ class Server:
         self._on_refused = on_refused
         self.nonce = secrets.token_hex(16)
         self._opener = commands.Opener(key, job, self.nonce)
-        self._stores: Dict[int, GlobalUpdate] = {}
-        self._updates: Dict[int, Callable[[int, nd.NDArray, nd.NDArray], None]] = {}
-        self._status: Optional[nd.NDArray] = None
+        self._stores: dict[int, GlobalUpdate] = {}
+        self._updates: dict[int, Callable[[int, nd.NDArray, nd.NDArray], None]] = {}
+        self._status: nd.NDArray | None = None
         self.error = ""
 
     def command(self, envelope: str) -> None:
@@ -165,7 +167,9 @@ def serve() -> None:
     def controller(head: int, body: bytes, _: Any) -> None:
         if not servers:
             os.umask(umask)
-            store._set_updater(lambda key, grad, stored: server().update(key, grad, stored))
+            store._set_updater(
+                lambda key, grad, stored: server().update(key, grad, stored)
+            )
         server().command(py_str(body))
 
     check_call(_LIB.MXKVStoreRunServer(store.handle, controller, None))
@@ -175,5 +179,3 @@ def _end_process(message: str) -> None:
     """End this server, and with it the job: no exception leaves a C callback."""
     print(message, file=sys.stderr, flush=True)
     os._exit(1)
-
-

@@ -4,6 +4,8 @@ A status can be pulled at any time, also while pushes are pending. It is float32
 with three bytes to a number (exact up to 2**24), and small enough not to be cut.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import numpy as np

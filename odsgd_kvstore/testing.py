@@ -5,6 +5,8 @@
 [0, 1]
 """
 
+from __future__ import annotations
+
 import contextlib
 import faulthandler
 import os
@@ -14,7 +16,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from typing import Any, Callable, Iterator, List, Mapping, Optional
+from typing import Any, Callable, Iterator, Mapping
 
 from .errors import JobError, JobTimeout
 from .launch import JobResult
@@ -33,10 +35,10 @@ def run_local(
     num_workers: int = 2,
     num_servers: int = 1,
     timeout: float = 60,
-    env: Optional[Mapping[str, str]] = None,
+    env: Mapping[str, str] | None = None,
     *,
     stock_servers: bool = False,
-) -> List[Any]:
+) -> list[Any]:
     """Run `fn` on every worker of a job on this machine.
 
     Parameters
@@ -77,17 +79,30 @@ def run_local(
             file.write(_by_value(fn))
         command = (sys.executable, "-m", "odsgd_kvstore.testing", folder)
         job = LocalJob(
-            num_workers, num_servers, command, stock_servers, env=dict(env or {}),
-            env_worker={"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+            num_workers,
+            num_servers,
+            command,
+            stock_servers,
+            env=dict(env or {}),
+            env_worker={
+                "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)
+            },
         )
         ports = choose_ports(job.num_roles)
         roles = plan_local(
-            job, os.environ, ports, secrets.token_hex(32), secrets.token_hex(4),
+            job,
+            os.environ,
+            ports,
+            secrets.token_hex(32),
+            secrets.token_hex(4),
             os.cpu_count() or 1,
         )
         result = run_roles(
-            roles, timeout=timeout, sockets=[socket_path(port) for port in ports],
-            dump_signal=signal.SIGUSR1, dump_kinds=("worker", "server", "scheduler"),
+            roles,
+            timeout=timeout,
+            sockets=[socket_path(port) for port in ports],
+            dump_signal=signal.SIGUSR1,
+            dump_kinds=("worker", "server", "scheduler"),
         )
         return _returned(result, folder, num_workers, timeout)
 
@@ -107,7 +122,7 @@ def _by_value(fn: Callable[[], Any]) -> bytes:
 
 def _returned(
     result: JobResult, folder: str, num_workers: int, timeout: float
-) -> List[Any]:
+) -> list[Any]:
     """The ranks' values, or the exception that ended the job."""
     if result.timed_out:
         raise JobTimeout(
@@ -122,7 +137,9 @@ def _returned(
         if isinstance(error, _Raised):
             raise error.exception from RemoteTraceback(f"{failure.role}:\n{error.text}")
     if result.exit_code or not all(isinstance(o, _Returned) for o in outcomes):
-        raise JobError(f"{result.message or 'A worker returned nothing.'}\n{_doing(result)}")
+        raise JobError(
+            f"{result.message or 'A worker returned nothing.'}\n{_doing(result)}"
+        )
     return [outcome.value for outcome in outcomes]
 
 

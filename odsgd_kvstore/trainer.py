@@ -1,17 +1,20 @@
 """`Trainer`: a `gluon.Trainer` whose `step` is One-step Delay SGD."""
 
+from __future__ import annotations
+
 import logging
-from typing import Any, Dict, Iterator, List, Mapping, NoReturn, Optional, Tuple, Union
+from typing import Any, Iterator, Mapping, NoReturn
 
 import numpy as np
 from mxnet import gluon
 from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
+from .checks import check_optimizer, check_type
 from .config import Cluster, Config
 from .errors import ConfigError, NotSupportedYet
 from .evaluation import global_weights, synchronize
-from .kvstore import ODSGDStore, check_optimizer, check_type
+from .kvstore import ODSGDStore
 from .pipeline import Pipeline
 
 _STORE_NAMES = ("dist_odsgd", "dist_device_odsgd")
@@ -73,16 +76,16 @@ class Trainer(gluon.Trainer):
     def __init__(
         self,
         params: Any,
-        optimizer: Union[str, opt.Optimizer],
-        optimizer_params: Optional[Mapping[str, Any]] = None,
-        kvstore: Union[str, ODSGDStore] = "dist_odsgd",
+        optimizer: str | opt.Optimizer,
+        optimizer_params: Mapping[str, Any] | None = None,
+        kvstore: str | ODSGDStore = "dist_odsgd",
         *,
-        local_optimizer: Optional[str] = None,
-        local_optimizer_params: Optional[Mapping[str, Any]] = None,
-        warmup_steps: Optional[int] = None,
-        delay: Optional[int] = None,
-        compression_params: Optional[Mapping[str, Any]] = None,
-        update_on_kvstore: Optional[bool] = None,
+        local_optimizer: str | None = None,
+        local_optimizer_params: Mapping[str, Any] | None = None,
+        warmup_steps: int | None = None,
+        delay: int | None = None,
+        compression_params: Mapping[str, Any] | None = None,
+        update_on_kvstore: bool | None = None,
     ) -> None:
         if update_on_kvstore is False:
             raise ConfigError(
@@ -97,9 +100,12 @@ class Trainer(gluon.Trainer):
             "compression_params": compression_params,
         }
         self._config = _config_of(kvstore, controls)
-        self._before_assign: Optional[Dict[int, List[np.ndarray]]] = None
+        self._before_assign: dict[int, list[np.ndarray]] | None = None
         super().__init__(
-            params, optimizer, dict(optimizer_params or {}), kvstore=kvstore,
+            params,
+            optimizer,
+            dict(optimizer_params or {}),
+            kvstore=kvstore,
             update_on_kvstore=True,
         )
         for param in self._params:
@@ -144,7 +150,7 @@ class Trainer(gluon.Trainer):
             record = pipeline.records[key]
             gradient = pipeline.stage(record, gradients, weights)
             pipeline.local_update(record, gradient)
-            pipeline.exchange(record, gradient)
+            pipeline.global_update(record, gradient)
         pipeline.settle()
 
     def synchronize(self) -> None:
@@ -168,7 +174,7 @@ class Trainer(gluon.Trainer):
         """
         return global_weights(self)
 
-    def stats(self) -> Dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """What this rank has done so far.
 
         Returns
@@ -260,7 +266,7 @@ class Trainer(gluon.Trainer):
 
     def _gradients(
         self, ignore_stale_grad: bool
-    ) -> List[Tuple[int, List[nd.NDArray], List[nd.NDArray]]]:
+    ) -> list[tuple[int, list[nd.NDArray], list[nd.NDArray]]]:
         """(key, gradients, weights) of the parameters of this step."""
         late = {param.name for param in self._params_to_init}
         stepped = []
@@ -293,7 +299,8 @@ class Trainer(gluon.Trainer):
             return
         changed = [
             self._kvstore.pipeline.records[key]
-            for key, param in self._known() if self._was_assigned(key, param)
+            for key, param in self._known()
+            if self._was_assigned(key, param)
         ]
         self._before_assign = None
         if changed:
@@ -308,10 +315,14 @@ class Trainer(gluon.Trainer):
             self._before_assign[key][0], weights[0].asnumpy()
         )
 
-    def _known(self) -> Iterator[Tuple[int, gluon.Parameter]]:
-        """The parameters that the servers hold."""
+    def _known(self) -> Iterator[tuple[int, gluon.Parameter]]:
+        """The parameters that the servers hold and that training may change."""
         late = {param.name for param in self._params_to_init}
-        return ((k, p) for k, p in enumerate(self._params) if p.name not in late)
+        return (
+            (key, param)
+            for key, param in enumerate(self._params)
+            if param.name not in late and param._differentiable
+        )
 
 
 def _config_of(kvstore: Any, controls: Mapping[str, Any]) -> Config:

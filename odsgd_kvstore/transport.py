@@ -3,9 +3,11 @@
 Everything here moves arrays and messages; nothing here knows what they mean.
 """
 
+from __future__ import annotations
+
 import abc
 import logging
-from typing import Any, Dict, List, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 import mxnet as mx
 from mxnet import ndarray as nd
@@ -83,7 +85,7 @@ class Connection(abc.ABC):
     def barrier(self) -> None:
         """Wait until every worker is here; collective."""
 
-    def exchange(self, row: Mapping[str, Any]) -> List[Dict[str, Any]]:
+    def exchange(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Every rank's `row` (JSON), by rank; collective, returns when it is done.
 
         Raises
@@ -102,7 +104,7 @@ class Connection(abc.ABC):
         return rows
 
     @abc.abstractmethod
-    def _gather(self, row: Mapping[str, Any]) -> List[Dict[str, Any]]:
+    def _gather(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The transport of `exchange`."""
 
 
@@ -111,7 +113,7 @@ class Standalone(Connection):
 
     def __init__(self) -> None:
         super().__init__()
-        self._stored: Dict[int, nd.NDArray] = {}
+        self._stored: dict[int, nd.NDArray] = {}
         self._server = Server(0, "", b"", on_refused=_refused_stand_alone)
         self._sealer = Sealer(b"", "", 0)
         _logger.warning(
@@ -150,6 +152,17 @@ class Standalone(Connection):
 
     def _gather(self, row):
         return [dict(row)]
+
+
+def check_equal(
+    rows: Sequence[dict[str, Any]], name: str, what: str, remedy: str
+) -> None:
+    """Raise MismatchError, with every rank's value, unless all are the same."""
+    if any(row[name] != rows[0][name] for row in rows):
+        shown = "; ".join(f"rank {i}: {row[name]}" for i, row in enumerate(rows))
+        raise MismatchError(
+            f"The ranks of this job have different {what} ({shown}). {remedy}"
+        )
 
 
 def _refused_stand_alone(message: str) -> None:

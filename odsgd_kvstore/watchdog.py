@@ -3,6 +3,8 @@
 Liveness of peers and reports of stalls are not supported yet.
 """
 
+from __future__ import annotations
+
 import sys
 import threading
 from typing import Callable

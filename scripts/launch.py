@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """``odsgd-launch`` from a source checkout, without installing the package."""
+
 import os
 import sys
 

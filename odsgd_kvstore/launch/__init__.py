@@ -2,11 +2,12 @@
 
 Nothing here imports MXNet, so that ``--help`` and ``--dry-run`` work without it.
 """
+
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Mapping, Sequence
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
 """The command line of the launcher."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -10,7 +11,9 @@ import shlex
 import signal
 import sys
 import threading
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import click
 
@@ -82,8 +85,6 @@ class StopSignals:
 
 def _version() -> str:
     """The installed version, without importing the package's own modules."""
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version("odsgd-kvstore")
     except PackageNotFoundError:

@@ -2,6 +2,7 @@
 
 Pure functions: nothing is started here, and no environment is changed.
 """
+
 from __future__ import annotations
 
 import os
@@ -9,9 +10,9 @@ import re
 import secrets
 import shlex
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Mapping, Sequence
 
 from odsgd_kvstore.errors import LaunchError
 
@@ -24,6 +25,7 @@ STALE_VARIABLES |= {"DMLC_SERVER_ID", "PORT", "ODSGD_LOCAL_RANK"}
 # people name by a port or a process number is in the way.
 FIRST_PORT, LAST_PORT = 100_000_000, 2_000_000_000
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_PAIR = re.compile(r"([^:=]*)([:=]?)(.*)\Z", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,6 @@ def plan_local(
 
     Parameters
     ----------
-    job : LocalJob
-        The user's settings.
     base_env : mapping of str to str
         The environment to start from; not changed.
     ports : sequence of int
@@ -132,8 +132,6 @@ def plan_local(
     key : str
         Seals the messages to the servers; the user's own `ODSGD_KEY` or
         `ODSGD_KEY_FILE` wins.
-    job_id : str
-        Name of this run.
     cores : int
         Cores to share out.
     """
@@ -306,7 +304,7 @@ def parse_pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
     """Parse ``NAME:VALUE``, as MXNet's launcher has it, or ``NAME=VALUE``."""
     env = {}
     for text in texts:
-        name, separator, value = re.match(r"([^:=]*)([:=]?)(.*)\Z", text, re.S).groups()
+        name, separator, value = _PAIR.match(text).groups()
         _check_name(option, name if separator else "", "NAME:VALUE")
         _refuse_key(option, name)
         env[name] = value

@@ -1,4 +1,5 @@
 """Starts the roles of a job, passes on their output, and ends all of them."""
+
 from __future__ import annotations
 
 import contextlib
@@ -11,7 +12,8 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import Any, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from odsgd_kvstore.launch import Failure, JobResult
 from odsgd_kvstore.launch.commands import Role, guard_argv, shim_argv
@@ -84,7 +86,6 @@ class _Process:
         self.pid = self.popen.pid
         self.exit_code: int | None = None  # Written by the thread of `run_roles`.
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self.reader: threading.Thread | None = None
         self._group_ended = False
 
     def wait(self, events: queue.SimpleQueue) -> None:
@@ -113,10 +114,7 @@ class _Process:
 
 
 def _group_lives(group: int) -> bool:
-    """Whether a process group has a member other than zombies.
-
-    Under an init process that collects no orphans, zombies stay for ever.
-    """
+    """Whether a group has more than zombies: some init processes collect no orphans."""
     try:
         os.killpg(group, 0)
         pids = [name for name in os.listdir("/proc") if name.isdigit()]
@@ -130,6 +128,13 @@ def _group_lives(group: int) -> bool:
     return False
 
 
+def _in_thread(function: Callable, *args: Any) -> threading.Thread:
+    """Start a thread that does not hold up the end of the program."""
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
 class _Job:
     """The state of a job while it runs. `watch` and `end` run in one thread."""
 
@@ -139,7 +144,7 @@ class _Job:
         self.events, self.on_line = events, on_line
         self.grace_s, self.sockets = grace_s, sockets
         self.processes: list[_Process] = []
-        # Exit code, message, first failure; set once it is clear how the job ends.
+        # Exit code, message, first failure: set once it is clear how the job ends.
         self.ending: tuple[int, str, Failure | None] | None = None
         self.output_error: BaseException | None = None
         self._early: _Process | None = None  # The first server to leave its peers.
@@ -147,9 +152,8 @@ class _Job:
         self.lock = threading.Lock()
         self._stop_read, self._stop_write = os.pipe()
         self._guard = subprocess.Popen(
-            guard_argv(sockets), stdin=subprocess.PIPE, bufsize=0,
+            guard_argv(sockets), stdin=subprocess.PIPE, bufsize=0, start_new_session=True,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True,
         )  # fmt: skip
 
     def start(self, role: Role) -> None:
@@ -162,10 +166,8 @@ class _Job:
             self.ending = EXIT_NOT_STARTED, str(failure), failure
             return
         self.processes.append(process)
-        process.reader = threading.Thread(target=self._read, args=[process], daemon=True)
-        process.reader.start()
-        waiter = threading.Thread(target=process.wait, args=[self.events], daemon=True)
-        waiter.start()
+        process.reader = _in_thread(self._read, process)
+        _in_thread(process.wait, self.events)
         with contextlib.suppress(OSError):
             self._guard.stdin.write(b"%d\n" % process.pid)
 
@@ -173,13 +175,14 @@ class _Job:
         """Pass on the lines of a role until its pipe is closed or we stop."""
         splitter, poll = LineSplitter(), select.poll()
         with process.popen.stdout as pipe:
-            poll.register(pipe, select.POLLIN)
+            fd = pipe.fileno()
+            poll.register(fd, select.POLLIN)
             poll.register(self._stop_read, select.POLLIN)
             data, stop = b"-", False
             while data and not stop:
-                ready = [fd for fd, _ in poll.poll()]
+                ready = [ready for ready, _ in poll.poll()]
                 stop = self._stop_read in ready
-                data = os.read(pipe.fileno(), 1 << 16) if pipe.fileno() in ready else b""
+                data = os.read(fd, 1 << 16) if fd in ready else b""
                 self._show(process, splitter.feed(data, time.monotonic()))
         self._show(process, splitter.close())
 
@@ -212,7 +215,9 @@ class _Job:
     def _on_exit(self, value: tuple[_Process, int]) -> None:
         """Note the end of a role and what it means for the job."""
         process, process.exit_code = value
+        is_worker = process.role.kind == "worker"
         kinds = {p.role.kind for p in self.processes if p.exit_code is None}
+        limit = time.monotonic() + self.grace_s
         if process.exit_code != 0:
             self._fail(process)
         elif not kinds:
@@ -220,10 +225,11 @@ class _Job:
         elif kinds == {"worker"}:
             # All stores are closed and some workers go on without: a regular end.
             self._early_deadline = FOREVER
-        elif process.role.kind != "worker" or "worker" not in kinds:
-            # Servers end all together, so the others have to follow now.
+        elif not is_worker:  # Servers end together: the others have to follow now.
             self._early = self._early or process
-            self._early_deadline = time.monotonic() + self.grace_s
+            self._early_deadline = min(limit, self._early_deadline)
+        elif "worker" not in kinds:
+            self._early_deadline = limit
 
     def _out_of_patience(self) -> None:
         """The servers did not end in time with the workers or with each other."""
@@ -235,9 +241,8 @@ class _Job:
     def _fail(self, process: _Process) -> None:
         """Name the first role that failed, with the end of its output."""
         process.reader.join(DRAIN_S)
-        # Without the lock: a blocked output may hold it.
-        role, code, lines = process.role.name, process.exit_code, process.last_lines
-        failure = Failure.of_exit(role, process.pid, code, tuple(lines))
+        name, lines = process.role.name, tuple(process.last_lines)
+        failure = Failure.of_exit(name, process.pid, process.exit_code, lines)
         self.ending = failure.exit_code, str(failure), failure
 
     def _on_signal(self, number: int) -> None:
@@ -248,20 +253,19 @@ class _Job:
         broken = isinstance(error, BrokenPipeError)
         self.ending = EXIT_BROKEN_PIPE if broken else 1, f"no output: {error}", None
 
-    def time_out(self, timeout: float, number: int | None, kinds: Sequence[str]) -> None:
+    def time_out(self, limit_s: float, number: int | None, kinds: Sequence) -> None:
         """Name who still runs; `number` makes the roles of `kinds` show their stacks."""
         live = [p for p in self.processes if p.exit_code is None]
         names = ", ".join(f"{p.role.name} (pid {p.pid})" for p in live)
-        message = f"the job did not end within {timeout:g} s (--timeout); still running"
+        message = f"the job did not end within {limit_s:g} s (--timeout); still running"
         self.ending = EXIT_TIMEOUT, f"{message}: {names}", None
-        if number is not None:
-            for process in live:
-                if process.role.kind in kinds:
-                    os.kill(process.pid, number)  # Not reaped yet, so it is ours.
-            self._pause(1.0, lambda: True)
+        for process in live if number is not None else ():
+            if process.role.kind in kinds:
+                os.kill(process.pid, number)  # Not reaped yet, so it is ours.
+        self._pause(0.0 if number is None else 1.0, self._any_reads)
 
-    def _pause(self, seconds: float, needed: Callable[[], bool]) -> None:
-        """Wait while `needed` and note who ends; a signal cuts it short."""
+    def _pause(self, seconds: float, needed: Callable, hurry_s: float = 0.0) -> None:
+        """Wait while `needed` and note who ends; a signal makes us hurry."""
         deadline = time.monotonic() + seconds
         while needed() and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
@@ -269,21 +273,27 @@ class _Job:
                 if kind == "exit":
                     process, process.exit_code = value
                 elif kind == "signal":
-                    return
+                    deadline = min(deadline, time.monotonic() + hurry_s)
+
+    def _any_lives(self) -> bool:
+        return any(p.lives() for p in self.processes)
+
+    def _any_reads(self) -> bool:
+        return any(p.reader.is_alive() for p in self.processes)
 
     def end(self) -> None:
         """TERM, KILL after the grace, reap: our own process groups and no others."""
         for number, wait_s in ((signal.SIGTERM, self.grace_s), (signal.SIGKILL, 2.0)):
             for process in self.processes:
                 process.send(number)
-            self._pause(wait_s, lambda: any([p.lives() for p in self.processes]))
-        readers = [p.reader for p in self.processes if p.reader is not None]
-        self._pause(DRAIN_S, lambda: any(r.is_alive() for r in readers))
+            hurry_s = wait_s if number == signal.SIGKILL else 0.0
+            self._pause(wait_s, self._any_lives, hurry_s)
+        self._pause(DRAIN_S, self._any_reads)
         os.close(self._stop_write)  # A child outside our groups may hold a pipe.
         # An output that takes nothing holds us up only while nobody wants the end.
         patience = FOREVER if self.ending and self.ending[0] < EXIT_TIMEOUT else 1.0
-        self._pause(patience, lambda: any(r.is_alive() for r in readers))
-        if not any(r.is_alive() for r in readers):
+        self._pause(patience, self._any_reads)
+        if not self._any_reads():
             os.close(self._stop_read)
         for path in self.sockets:
             with contextlib.suppress(OSError):
@@ -312,7 +322,7 @@ def run_roles(
     Parameters
     ----------
     roles : sequence of Role
-        Started in this order, each in a session of its own.
+        Started in this order.
     on_line : callable
         Takes a role and a line of its output; from threads, one call at a time.
     timeout : float, optional
@@ -348,5 +358,4 @@ def run_roles(
     if job.output_error and not isinstance(job.output_error, BrokenPipeError):
         raise job.output_error
     lines = {p.role.name: tuple(p.last_lines) for p in job.processes}
-    seconds = time.monotonic() - started
-    return JobResult(*job.ending, timed_out, lines, seconds)
+    return JobResult(*job.ending, timed_out, lines, time.monotonic() - started)

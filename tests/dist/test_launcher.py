@@ -2,6 +2,7 @@
 import os
 import queue
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -62,10 +63,8 @@ class Launcher:
         self.marker = uuid.uuid4().hex.encode()
         env = {k: v for k, v in os.environ.items() if not k.startswith("DMLC_")}
         env.update(LAUNCH_TEST=self.marker.decode(), PYTHONPATH=str(ROOT))
-        pipe = subprocess.PIPE
-        self.popen = subprocess.Popen(
-            [sys.executable, *start, *args], env=env, stdout=pipe, stderr=pipe, **kwargs
-        )
+        kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **kwargs}
+        self.popen = subprocess.Popen([sys.executable, *start, *args], env=env, **kwargs)
         self.lines, self.queue, self.errors = [], queue.Queue(), []
         read, read_errors = self._read, lambda: self.errors.extend(self.popen.stderr)
         self.threads = [threading.Thread(target=f) for f in (read, read_errors)]
@@ -73,7 +72,7 @@ class Launcher:
             thread.start()
 
     def _read(self):
-        for line in self.popen.stdout:
+        for line in self.popen.stdout or ():
             self.queue.put(line.decode().rstrip("\n"))
         self.queue.put(None)
 
@@ -93,7 +92,7 @@ class Launcher:
         for thread in self.threads:
             thread.join(LIMIT_S)
         self.lines += [line for line in iter(self.queue.get_nowait, None)]
-        for stream in (self.popen.stdout, self.popen.stderr):
+        for stream in filter(None, (self.popen.stdout, self.popen.stderr)):
             stream.close()
         return code, self.lines, b"".join(self.errors).decode()
 
@@ -119,35 +118,39 @@ def sockets_of(port):
     return [i for i in range(8) if os.path.lexists(f"/tmp/{int(port) + i}")]
 
 
-def roles(*workers, server=STAY):
+def roles(*workers, server=STAY, scheduler=STAY):
     """Roles of a job without MXNet."""
-    argvs = [("scheduler", STAY), ("server", server), *(("worker", w) for w in workers)]
-    ranks = [0, 0, *range(len(workers))]
-    return [
-        Role(kind, rank, dict(os.environ), argv)
-        for rank, (kind, argv) in zip(ranks, argvs)
-    ]
+    argvs = [("scheduler", scheduler), ("server", server)]
+    argvs += [("worker", argv) for argv in workers]
+    ranks, env = [0, 0, *range(len(workers))], dict(os.environ)
+    return [Role(kind, rank, env, argv) for rank, (kind, argv) in zip(ranks, argvs)]
 
 
 def shell(text):
     return ("sh", "-c", text)
 
 
-def run(*workers, server=STAY, **kwargs):
+def alive(pid):
+    """Whether a process exists, be it a zombie."""
+    return os.path.exists(f"/proc/{pid}")
+
+
+def run(*workers, server=STAY, jobs=None, on_started=None, **kwargs):
     """Run a job without MXNet; return its result, lines and pids."""
     lines, pids = [], {}
-    kwargs.setdefault("timeout", LIMIT_S)
-    result = run_roles(
-        roles(*workers, server=server),
-        on_line=lambda role, text: lines.append((role.name, text)),
-        on_started=pids.update,
-        **{"grace_s": 0.3, **kwargs},
-    )
-    for pid in pids.values():
-        with pytest.raises(ProcessLookupError):  # Neither running nor a zombie.
-            os.kill(pid, 0)
-        with pytest.raises(ProcessLookupError):
-            os.killpg(pid, 0)
+    kwargs.setdefault("on_line", lambda role, text: lines.append((role.name, text)))
+
+    def start(started):
+        pids.update(started)
+        if on_started is not None:
+            on_started(started)
+
+    jobs = jobs or roles(*workers, server=server)
+    limits = {"timeout": LIMIT_S, "grace_s": 0.3}
+    try:
+        result = run_roles(jobs, on_started=start, **{**limits, **kwargs})
+    finally:
+        assert pids and not any(map(alive, pids.values()))
     return result, lines, pids
 
 
@@ -237,30 +240,21 @@ def test_kill_of_the_launcher_leaves_no_process_and_no_socket(launch):
     assert sockets_of(port) == []
 
 
-def test_closed_output_ends_the_job(launch):
-    job = launch("-n1", "--stock-servers", *shell("while :; do echo a; done"),
-                 start=["-c", "import os, sys; r, w = os.pipe(); os.dup2(w, 1); "
-                        "os.close(r); os.close(w); "
-                        "from odsgd_kvstore.launch.cli import main; main()"])  # fmt: skip
-    assert job.finish()[0] == 141
-
-
-def test_signal_ends_a_job_whose_output_is_blocked(launch):
-    r, w = os.pipe()
-    job = launch("-n1", "--stock-servers", *shell("while :; do echo a; done"),
-                 start=["-c", f"import os; os.dup2({w}, 1); "
-                        "from odsgd_kvstore.launch.cli import main; main()"],
-                 pass_fds=[w])  # fmt: skip
-    wait_until(lambda: not select_writable(w), "a full pipe")
-    job.popen.terminate()
-    assert job.finish()[0] == 143
-    os.close(r), os.close(w)
-
-
-def select_writable(fd):
-    import select
-
-    return select.select([], [fd], [], 0)[1]
+@pytest.mark.parametrize("closed", [True, False])
+def test_output_that_takes_nothing(launch, closed):
+    reader, writer = os.pipe()
+    if closed:
+        os.close(reader)
+    command = shell("while :; do echo a; done")
+    job = launch("-n1", "--stock-servers", *command, stdout=writer)
+    if not closed:
+        full = lambda: not select.select([], [writer], [], 0)[1]
+        wait_until(full, "a full pipe")
+        job.popen.terminate()
+    assert job.finish()[0] == (141 if closed else 143)
+    os.close(writer)
+    if not closed:
+        os.close(reader)
 
 
 def test_command_without_a_store_succeeds(launch):
@@ -321,3 +315,69 @@ def test_first_of_two_failures_is_named(tmp_path):
             shell(f"echo $$ > {fifo}; exit 4"), shell(follow.format(fifo))
         )
         assert (result.first_failure.role, result.exit_code) == ("worker 0", 4)
+
+
+@pytest.mark.parametrize("role, reason", [
+    (shell("kill -KILL $$"), "was ended by signal 9 (SIGKILL)"),
+    (shell("exit 3"), "failed with exit code 3"),
+    (("true",), "ended (exit code 0) before the workers were done"),
+])  # fmt: skip
+def test_a_server_that_ends_too_early_fails_the_job(role, reason):
+    result, _, pids = run(STAY, server=role)
+    name = f"server 0 (pid {pids['server 0']})"
+    assert result.message == f"{name} {reason}; it wrote nothing"
+    assert result.exit_code == result.first_failure.exit_code > 0
+
+
+def test_a_server_that_fails_after_the_workers_fails_the_job(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    server = shell(f"read line < {fifo}; exit 6")
+    result, _, _ = run(shell(f"echo > {fifo}"), server=server, grace_s=30)
+    assert (result.first_failure.role, result.exit_code) == ("server 0", 6)
+
+
+def test_workers_may_go_on_when_all_servers_ended_well():
+    # MXNet's servers end with the last store, and the script may evaluate on.
+    jobs = roles(shell("sleep 0.6; echo on"), scheduler=("true",), server=("true",))
+    result, lines, _ = run(jobs=jobs, grace_s=0.2)
+    assert (result.exit_code, lines) == (0, [("worker 0", "on")])
+
+
+def test_a_worker_that_ignores_term_is_killed_with_its_children():
+    stubborn = shell("trap '' TERM; sleep 1000 & echo $!; wait")
+    result, lines, _ = run(stubborn, timeout=1)
+    assert (result.exit_code, result.timed_out) == (124, True)
+    assert "worker 0" in result.message and not alive(lines[0][1])
+
+
+def test_a_child_outside_the_group_does_not_hold_up_the_end():
+    result, lines, _ = run(shell("setsid sleep 1000 & echo $!"))
+    assert result.exit_code == 0 and result.seconds < 5
+    os.kill(int(lines[0][1]), signal.SIGKILL)
+
+
+def test_stacks_are_asked_for_before_the_end():
+    script = "import faulthandler, time; faulthandler.register(10); time.sleep(1000)"
+    worker = (sys.executable, "-c", script)
+    result, _, _ = run(worker, timeout=1, dump_signal=signal.SIGUSR1)
+    assert result.timed_out
+    assert "<string>" in result.last_lines["worker 0"][-1]
+
+
+def test_run_roles_works_in_another_thread():
+    results = []
+    thread = threading.Thread(target=lambda: results.append(run(shell("exit 3"))))
+    thread.start()
+    thread.join(LIMIT_S)
+    assert results[0][0].exit_code == 3
+
+
+def test_an_error_of_the_callers_function_ends_the_job():
+    def fail(role, text):
+        raise KeyError(text)
+
+    with pytest.raises(KeyError, match="hello"):
+        run(shell("echo hello; sleep 1000"), on_line=fail)
+    with pytest.raises(KeyError, match="server 0"):
+        run(STAY, on_started=lambda pids: fail(None, sorted(pids)[1]))

@@ -1,0 +1,133 @@
+"""What can be trained with dist_odsgd, checked before any process starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mxnet import optimizer as opt
+
+from . import commands, local_update
+from .config import Config
+from .errors import ConfigError, NotSupportedYet
+
+_LARGEST_SIZE = 2**31 - 1
+_NORM_BASED = ("LARS", "LAMB", "LBSGD")
+
+
+def check_optimizer(optimizer: opt.Optimizer, config: Config, num_servers: int) -> None:
+    """Refuse an optimizer that the servers or the local update cannot run.
+
+    Raises
+    ------
+    ConfigError, NotSupportedYet
+    """
+    if not isinstance(optimizer, opt.Optimizer):
+        raise ConfigError(f"{optimizer!r} is not an mxnet.optimizer.Optimizer.")
+    _check_kind(optimizer, num_servers)
+    commands.encode_optimizer(optimizer)
+    local_update.create(
+        config.local_optimizer, config.local_optimizer_params, optimizer, 1.0
+    )
+
+
+def check_type(name: Any, dtype: Any, stype: str) -> None:
+    """Refuse a parameter that is not dense float32.
+
+    Parameters
+    ----------
+    name : int or str
+        For the message.
+    dtype, stype : numpy dtype or its name, str
+        Of the parameter's array.
+
+    Raises
+    ------
+    ConfigError, NotSupportedYet
+    """
+    dtype = np.dtype(dtype)
+    if stype != "default":
+        raise NotSupportedYet(
+            f"Parameter {name} is {stype}: sparse weights are not supported yet with "
+            "dist_odsgd. Use dense weights, or kvstore='dist_sync'."
+        )
+    if dtype == np.float16:
+        raise NotSupportedYet(
+            f"Parameter {name} is float16, which is not supported yet with dist_odsgd; "
+            "allowed is float32."
+        )
+    if dtype != np.float32:
+        raise ConfigError(
+            f"Parameter {name} is {dtype}; allowed is float32 (MXNet's servers compute "
+            "in float32 whatever they are given). Cast it: net.cast('float32')."
+        )
+
+
+def check_size(name: Any, shape: tuple[int, ...], size: int) -> None:
+    """Refuse an array that is empty or larger than MXNet can count.
+
+    Parameters
+    ----------
+    name : int or str
+        For the message.
+    shape, size : tuple, int
+        Of the parameter.
+
+    Raises
+    ------
+    ConfigError
+    """
+    if not 0 < size <= _LARGEST_SIZE:
+        raise ConfigError(
+            f"Parameter {name} has shape {shape}; allowed are 1 to {_LARGEST_SIZE} "
+            "numbers."
+        )
+
+
+def _check_kind(optimizer: opt.Optimizer, num_servers: int) -> None:
+    """Refuse an optimizer that would train wrongly on the servers."""
+    name, reason = type(optimizer).__name__, None
+    if name == "SGLD":
+        reason = "it draws random numbers, which no worker can mirror"
+    elif name == "DCASGD" and optimizer.momentum != 0:
+        reason = "its update with momentum fails in MXNet 1.9.1"
+    elif name == "Nadam" and num_servers > 1:
+        reason = (
+            f"its momentum schedule advances once per key and server, so {num_servers} "
+            "servers would train differently; use 1 server"
+        )
+    if reason:
+        raise ConfigError(
+            f"The optimizer {name} is not allowed with dist_odsgd: {reason}. Choose "
+            "another optimizer, or kvstore='dist_sync'."
+        )
+
+
+def check_slice(
+    optimizer: opt.Optimizer, name: str, size: int, bound: int, num_servers: int
+) -> None:
+    """Refuse a layer-wise optimizer for an array that would be cut over servers.
+
+    Parameters
+    ----------
+    optimizer : mxnet.optimizer.Optimizer
+    name : int or str
+        The parameter, for the message.
+    size : int
+        Its numbers.
+    bound : int
+        MXNET_KVSTORE_BIGARRAY_BOUND.
+    num_servers : int
+
+    Raises
+    ------
+    ConfigError
+        Names the parameter, and what to set.
+    """
+    kind = type(optimizer).__name__
+    if kind in _NORM_BASED and size >= bound and num_servers > 1:
+        raise ConfigError(
+            f"The optimizer {kind} needs each layer's norm, and parameter {name} with "
+            f"{size} numbers would be cut over {num_servers} servers. Use 1 server, or "
+            f"set MXNET_KVSTORE_BIGARRAY_BOUND above {size} for every role."
+        )
