@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from demo_worker import PREFIX, Settings
+
 from odsgd_kvstore.launch import commands, processes
 
 WORKER = Path(__file__).resolve().with_name("demo_worker.py")
@@ -194,6 +196,7 @@ def parse() -> Settings:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         sys.exit(main(parse()))
     except KeyboardInterrupt:

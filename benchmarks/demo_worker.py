@@ -7,15 +7,16 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
-
-import odsgd_kvstore  # before MXNet, which it makes ready for
+from typing import Any
 
 import digits
 import numpy as np
 from mxnet import gluon
+
+import odsgd_kvstore
 
 PREFIX = "demo-report "
 

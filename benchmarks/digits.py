@@ -19,9 +19,9 @@ import numpy as np
 # MXNet 1.9.1 uses this alias of Python's bool, which is gone from NumPy 1.24.
 np.bool = bool
 
-import mxnet as mx  # noqa: E402
-from mxnet import autograd, gluon  # noqa: E402
-from mxnet.gluon import nn  # noqa: E402
+import mxnet as mx
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
 
 TEST_SHARE = 0.2
 

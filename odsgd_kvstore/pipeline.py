@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterable, Iterator, Sequence
 
 import mxnet as mx
 from mxnet import ndarray as nd
@@ -58,6 +58,7 @@ class Pipeline:
         self._rule: local_update.LocalUpdate | None = None  # likewise
         self._rescale = 1.0
         self._step = 0
+        self._assigned: dict[Any, Replicated] = {}  # to give to the servers
         self._holds_global = False
         self._stats = dict.fromkeys(("steps", "staleness", "max_staleness"), 0)
         self._stats.update(pushed_bytes=0, pulled_bytes=0, wait_s=0.0)
@@ -92,6 +93,8 @@ class Pipeline:
         else:
             self._step += 1
             self._follow_changes()
+        if self._assigned:
+            self._assign_all()
         self._optimizer.num_update = max(self._optimizer.num_update, self._step)
         self._stats["steps"] += 1
 
@@ -192,13 +195,22 @@ class Pipeline:
                     local_weight.copyto(weight)
                 record.base, record.is_local = base, True
 
-    def assign(self, records: Sequence[Replicated]) -> None:
-        """Make rank 0's present weights W on the servers and L on every rank.
+    def mark_assigned(self, records: Iterable[Replicated]) -> None:
+        """Note that the user gave these parameters new weights, on every rank.
 
-        The servers' optimizer state stays, and so does A - B. Collective; returns when
-        the servers have the weights.
+        At the next step rank 0's become W on the servers and L on every rank; the
+        servers' optimizer state stays, and so does A - B.
         """
+        self._assigned.update((record.key, record) for record in records)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this store on this rank; see `Trainer.stats`."""
+        return dict(self._stats)
+
+    def _assign_all(self) -> None:
+        """Give newly assigned weights to the servers; collective, and waits."""
         self._wait()  # a pending update must not be taken for the new weights
+        records = list(self._assigned.values())
         rows = self._connection.exchange(
             {
                 "op": f"assign weights of store {self._number}",
@@ -217,10 +229,7 @@ class Pipeline:
         for record in records:
             self._assign(record)
         self._wait()
-
-    def stats(self) -> dict[str, Any]:
-        """Counters of this store on this rank; see `Trainer.stats`."""
-        return dict(self._stats)
+        self._assigned.clear()
 
     def _assign(self, record: Replicated) -> None:
         """One parameter: A := X, B := X - (A - B), L := X."""

@@ -1,4 +1,4 @@
-"""Makes `mx.kv.create` know our types, and refuse a second native store."""
+"""What is changed in MXNet itself: our types, one native store, assigned weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import functools
 import weakref
 from typing import Any, Callable
 
+import numpy as np
 from mxnet import kvstore as mxnet_kvstore
+from mxnet.module import Module
 
 from .connection import is_native_open
 from .errors import ConfigError
@@ -25,6 +27,8 @@ def register() -> None:
     mxnet_kvstore.KVStoreBase.kv_registry.update(STORE_TYPES)
     guarded = _guarded(mxnet_kvstore.create)
     mxnet_kvstore.create = mxnet_kvstore.base.create = guarded
+    for name in ("set_params", "init_params"):
+        setattr(Module, name, _marking(getattr(Module, name)))
 
 
 def _guarded(create: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,8 +38,8 @@ def _guarded(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def guarded(name: str = "local") -> Any:
         kind = name.lower() if isinstance(name, str) else ""
-        is_ours = kind in STORE_TYPES
-        is_native = "dist" in kind and not is_ours
+        is_own_type = kind in STORE_TYPES
+        is_native = "dist" in kind and not is_own_type
         if is_native and is_native_open():
             raise ConfigError(
                 f"A store of type {name!r} was asked for in a process that has a "
@@ -43,7 +47,7 @@ def _guarded(create: Callable[..., Any]) -> Callable[..., Any]:
                 "process and would hang. Use dist_odsgd for both (each create gives a "
                 "store with its own keys and optimizer), or run two jobs."
             )
-        if is_ours and len(native):
+        if is_own_type and len(native):
             raise ConfigError(
                 f"A store of type {name!r} was asked for in a process that has a "
                 f"{next(iter(native)).type!r} store. MXNet can have one distributed "
@@ -56,3 +60,27 @@ def _guarded(create: Callable[..., Any]) -> Callable[..., Any]:
         return store
 
     return guarded
+
+
+def _marking(method: Callable[..., None]) -> Callable[..., None]:
+    """A Module's method that assigns weights, made to tell a store of ours.
+
+    `fit` calls it after each epoch with the weights that the devices hold, averaged
+    over them, which assigns nothing: what differs by rounding alone is the same.
+    """
+
+    @functools.wraps(method)
+    def marking(self: Module, *args: Any, **kwargs: Any) -> None:
+        store = getattr(self, "_kvstore", None)
+        records = list(store.pipeline.records) if isinstance(store, ODSGDStore) else []
+        before = [record.weights[0].asnumpy() for record in records]
+        method(self, *args, **kwargs)
+        changed = [
+            record
+            for record, old in zip(records, before)
+            if not np.allclose(record.weights[0].asnumpy(), old, 1e-6, 0, True)
+        ]
+        if changed:
+            store.pipeline.mark_assigned(changed)
+
+    return marking

@@ -236,7 +236,7 @@ class Trainer(gluon.Trainer):
         self._optimizer.rescale_grad = self._scale / batch_size
         if not self._kv_initialized:
             self._init_kvstore()
-        self._assign_changed()
+        self._mark_assigned()
         if self._params_to_init:
             self._init_params()
         return self._kvstore.pipeline
@@ -293,18 +293,15 @@ class Trainer(gluon.Trainer):
                 for key, param in self._known()
             }
 
-    def _assign_changed(self) -> None:
-        """Give weights that the user assigned since the last step to the servers."""
-        if self._kvstore is None:
-            return
-        changed = [
-            self._kvstore.pipeline.records[key]
+    def _mark_assigned(self) -> None:
+        """Note the weights that the user assigned since the last step."""
+        records = self._kvstore.pipeline.records
+        self._kvstore.pipeline.mark_assigned(
+            records[key]
             for key, param in self._known()
             if self._was_assigned(key, param)
-        ]
+        )
         self._before_assign = None
-        if changed:
-            self._kvstore.pipeline.assign(changed)
 
     def _was_assigned(self, key: int, param: gluon.Parameter) -> bool:
         record, weights = self._kvstore.pipeline.records[key], param.list_data()

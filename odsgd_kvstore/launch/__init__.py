@@ -47,8 +47,18 @@ class Failure:
             reason, code = "ended (exit code 0) before the workers were done", 1
         return cls(role, pid, code, reason, tuple(lines))
 
+    @classmethod
+    def of_start(cls, role: str, argv: Sequence[str], error: Exception) -> Failure:
+        """Describe a role that could not be started; the code is that of a shell."""
+        code = 127 if isinstance(error, FileNotFoundError) else 126
+        return cls(
+            role, None, code, f"could not be started as {argv[0]!r}: {error}", ()
+        )
+
     def __str__(self) -> str:
-        who = self.role if self.pid is None else f"{self.role} (pid {self.pid})"
+        if self.pid is None:
+            return f"{self.role} {self.reason}"
+        who = f"{self.role} (pid {self.pid})"
         if not self.last_lines:
             return f"{who} {self.reason}; it wrote nothing"
         lines = "\n".join(f"    {line}" for line in self.last_lines)

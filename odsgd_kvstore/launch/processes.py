@@ -8,7 +8,6 @@ import queue
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -20,17 +19,14 @@ from odsgd_kvstore.launch.commands import Role, guard_argv, shim_argv
 
 LAST_LINES, LAST_LINE_CHARS = 30, 2000
 MAX_LINE_BYTES = 64 << 20
-REDRAW_S = 1.0
-DRAIN_S = 0.5
+REDRAW_S, DRAIN_S = 1.0, 0.5
 FOREVER = float("inf")
-EXIT_TIMEOUT, EXIT_NOT_STARTED, EXIT_BROKEN_PIPE = 124, 126, 141
+EXIT_TIMEOUT, EXIT_BROKEN_PIPE = 124, 141
 
 
 def print_line(role: Role, text: str) -> None:
     """Write ``[worker 1] text`` to the standard output."""
-    if sys.stdout is not None:
-        sys.stdout.write(f"[{role.name}] {text}\n")
-        sys.stdout.flush()
+    print(f"[{role.name}] {text}", flush=True)
 
 
 class LineSplitter:
@@ -43,11 +39,10 @@ class LineSplitter:
     def feed(self, data: bytes, now: float) -> list[str]:
         """Return the lines that `data` completes; `now` in seconds limits redraws."""
         self._rest += data
-        if b"\n" in data or len(self._rest) > MAX_LINE_BYTES:
+        if len(self._rest) > MAX_LINE_BYTES:  # Better in pieces than without memory.
+            self._rest += b"\n"
+        if self._rest.endswith(b"\n") or b"\n" in data:
             *lines, self._rest = self._rest.split(b"\n")
-            if len(self._rest) > MAX_LINE_BYTES:
-                lines.append(self._rest)
-                self._rest = bytearray()
             return [self._visible(line) for line in lines]
         # A progress bar may not end its line for hours: show it now and then. What
         # follows the last '\r' is not complete, and a '\r' at the end may be '\r\n'.
@@ -61,8 +56,7 @@ class LineSplitter:
 
     def close(self) -> list[str]:
         """Return the last line if no newline ended it."""
-        text = self._visible(self._rest)
-        return [text] if text else []
+        return list(filter(None, [self._visible(self._rest)]))
 
     @staticmethod
     def _visible(line: bytearray) -> str:
@@ -92,11 +86,9 @@ class _Process:
         """Tell `events` of the end at once. Leaves a zombie, so the pid stays ours."""
         try:
             end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            code = end.si_status * (1 if end.si_code == os.CLD_EXITED else -1)
         except ChildProcessError:
             code = 255  # Somebody else in this program took the exit code.
-        else:
-            exited = end.si_code == os.CLD_EXITED
-            code = end.si_status if exited else -end.si_status
         events.put(("exit", (self, code)))
 
     def lives(self) -> bool:
@@ -144,7 +136,7 @@ class _Job:
         self.events, self.on_line = events, on_line
         self.grace_s, self.sockets = grace_s, sockets
         self.processes: list[_Process] = []
-        # Exit code, message, first failure: set once it is clear how the job ends.
+        # How the job ends, once that is clear: exit code, message, first failure.
         self.ending: tuple[int, str, Failure | None] | None = None
         self.output_error: BaseException | None = None
         self._early: _Process | None = None  # The first server to leave its peers.
@@ -161,9 +153,8 @@ class _Job:
         try:
             process = _Process(role)
         except (OSError, ValueError) as error:
-            reason = f"could not be started as {role.argv[0]!r} ({error})"
-            failure = Failure(role.name, None, EXIT_NOT_STARTED, reason, ())
-            self.ending = EXIT_NOT_STARTED, str(failure), failure
+            failure = Failure.of_start(role.name, role.argv, error)
+            self.ending = failure.exit_code, str(failure), failure
             return
         self.processes.append(process)
         process.reader = _in_thread(self._read, process)
@@ -215,7 +206,6 @@ class _Job:
     def _on_exit(self, value: tuple[_Process, int]) -> None:
         """Note the end of a role and what it means for the job."""
         process, process.exit_code = value
-        is_worker = process.role.kind == "worker"
         kinds = {p.role.kind for p in self.processes if p.exit_code is None}
         limit = time.monotonic() + self.grace_s
         if process.exit_code != 0:
@@ -225,7 +215,7 @@ class _Job:
         elif kinds == {"worker"}:
             # All stores are closed and some workers go on without: a regular end.
             self._early_deadline = FOREVER
-        elif not is_worker:  # Servers end together: the others have to follow now.
+        elif process.role.kind != "worker":  # The other servers have to follow now.
             self._early = self._early or process
             self._early_deadline = min(limit, self._early_deadline)
         elif "worker" not in kinds:
@@ -246,8 +236,8 @@ class _Job:
         self.ending = failure.exit_code, str(failure), failure
 
     def _on_signal(self, number: int) -> None:
-        message = f"the job was ended by {signal.Signals(number).name}"
-        self.ending = 128 + number, message, None
+        text = f"the job was ended by {signal.Signals(number).name}"
+        self.ending = 128 + number, text, None
 
     def _on_output(self, error: BaseException) -> None:
         broken = isinstance(error, BrokenPipeError)
@@ -257,8 +247,8 @@ class _Job:
         """Name who still runs; `number` makes the roles of `kinds` show their stacks."""
         live = [p for p in self.processes if p.exit_code is None]
         names = ", ".join(f"{p.role.name} (pid {p.pid})" for p in live)
-        message = f"the job did not end within {limit_s:g} s (--timeout); still running"
-        self.ending = EXIT_TIMEOUT, f"{message}: {names}", None
+        text = f"the job did not end within {limit_s:g} s (--timeout); still running"
+        self.ending = EXIT_TIMEOUT, f"{text}: {names}", None
         for process in live if number is not None else ():
             if process.role.kind in kinds:
                 os.kill(process.pid, number)  # Not reaped yet, so it is ours.
@@ -283,10 +273,10 @@ class _Job:
 
     def end(self) -> None:
         """TERM, KILL after the grace, reap: our own process groups and no others."""
-        for number, wait_s in ((signal.SIGTERM, self.grace_s), (signal.SIGKILL, 2.0)):
+        steps = [(signal.SIGTERM, self.grace_s, 0.0), (signal.SIGKILL, 2.0, 2.0)]
+        for number, wait_s, hurry_s in steps:
             for process in self.processes:
                 process.send(number)
-            hurry_s = wait_s if number == signal.SIGKILL else 0.0
             self._pause(wait_s, self._any_lives, hurry_s)
         self._pause(DRAIN_S, self._any_reads)
         os.close(self._stop_write)  # A child outside our groups may hold a pipe.
@@ -325,18 +315,16 @@ def run_roles(
         Started in this order.
     on_line : callable
         Takes a role and a line of its output; from threads, one call at a time.
-    timeout : float, optional
-        Seconds for the whole job.
-    grace_s : float
-        Seconds between TERM and KILL.
+    timeout, grace_s : float
+        Seconds for the whole job (None: no limit), and between TERM and KILL.
     sockets : sequence of str
         Files to remove at the end.
     on_started : callable, optional
         Takes the pids by role name, before the first line.
     dump_signal : int, optional
         Sent at the timeout to the live roles of `dump_kinds`, a second before TERM.
-    stop : StopSignals, optional
-        Puts ('signal', number) into its `events`, for this one call.
+    stop : odsgd_kvstore.launch.cli.StopSignals, optional
+        Asks for the end; its own object for each call.
     """
     started = time.monotonic()
     deadline = FOREVER if timeout is None else started + timeout

@@ -1,4 +1,5 @@
 """The launcher with real processes: it ends them all, whatever happens."""
+
 import os
 import queue
 import re
@@ -64,10 +65,10 @@ class Launcher:
         env = {k: v for k, v in os.environ.items() if not k.startswith("DMLC_")}
         env.update(LAUNCH_TEST=self.marker.decode(), PYTHONPATH=str(ROOT))
         kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **kwargs}
-        self.popen = subprocess.Popen([sys.executable, *start, *args], env=env, **kwargs)
-        self.lines, self.queue, self.errors = [], queue.Queue(), []
-        read, read_errors = self._read, lambda: self.errors.extend(self.popen.stderr)
-        self.threads = [threading.Thread(target=f) for f in (read, read_errors)]
+        command = [sys.executable, *start, *args]
+        self.popen = subprocess.Popen(command, env=env, **kwargs)
+        self.lines, self.errors, self.queue = [], [], queue.Queue()
+        self.threads = [threading.Thread(target=f) for f in (self._read, self._listen)]
         for thread in self.threads:
             thread.start()
 
@@ -75,6 +76,9 @@ class Launcher:
         for line in self.popen.stdout or ():
             self.queue.put(line.decode().rstrip("\n"))
         self.queue.put(None)
+
+    def _listen(self):
+        self.errors.extend(self.popen.stderr)
 
     def wait_for(self, pattern):
         """Read the output up to a line that matches."""
@@ -175,8 +179,8 @@ def test_two_jobs_at_once_do_not_meet(launch):
 
 def test_the_table_comes_first_and_a_failure_is_named(launch):
     script = "echo port $DMLC_PS_ROOT_PORT; exit 3"
-    job = launch("-n1", "--stock-servers", *shell(script), start=["scripts/launch.py"],
-                 cwd=Path(__file__).parents[2])  # fmt: skip
+    file = Path(__file__).parents[2] / "scripts/launch.py"
+    job = launch("-n1", "--stock-servers", *shell(script), start=[str(file)])
     code, lines, errors = job.finish()
     assert code == 3
     assert lines[1].split() == ["role", "rank", "pid", "command"]
@@ -193,9 +197,9 @@ def test_the_table_comes_first_and_a_failure_is_named(launch):
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_a_running_job(launch, number):
-    script = RANKS + "import time; time.sleep(1000)"
-    job = launch("-n1", "--stock-servers", sys.executable, "-uc",
-                 "import os; print('port', os.environ['DMLC_PS_ROOT_PORT'])" + script)  # fmt: skip
+    port = "print('port', os.environ['DMLC_PS_ROOT_PORT'])\n"
+    script = f"import os\n{port}{RANKS}import time; time.sleep(1000)"
+    job = launch("-n1", "--stock-servers", sys.executable, "-c", script)
     port = job.wait_for(r"\] port (\d+)").group(1)
     job.wait_for("] ranks")
     assert len(sockets_of(port)) == 3
@@ -259,7 +263,7 @@ def test_output_that_takes_nothing(launch, closed):
 
 def test_command_without_a_store_succeeds(launch):
     started = time.monotonic()
-    code, lines, errors = launch("-n2", "-s1", "--stock-servers", "true").finish()
+    code, _, errors = launch("-n2", "-s1", "--stock-servers", "true").finish()
     assert (code, errors) == (0, "")
     assert time.monotonic() - started < 15
 
@@ -297,7 +301,7 @@ def test_long_lines_stay_whole():
 
 def test_last_lines_of_the_first_role_to_fail_are_given():
     script = "for i in $(seq 50); do echo $i; done; printf end; exit 3"
-    result, lines, pids = run(STAY, shell(script))
+    result, _, pids = run(STAY, shell(script))
     assert (result.exit_code, result.timed_out) == (3, False)
     last = tuple(str(i) for i in range(22, 51)) + ("end",)
     assert result.first_failure.last_lines == result.last_lines["worker 1"] == last
@@ -348,7 +352,8 @@ def test_a_worker_that_ignores_term_is_killed_with_its_children():
     stubborn = shell("trap '' TERM; sleep 1000 & echo $!; wait")
     result, lines, _ = run(stubborn, timeout=1)
     assert (result.exit_code, result.timed_out) == (124, True)
-    assert "worker 0" in result.message and not alive(lines[0][1])
+    assert "worker 0" in result.message
+    wait_until(lambda: not alive(lines[0][1]), "the end of the child")
 
 
 def test_a_child_outside_the_group_does_not_hold_up_the_end():

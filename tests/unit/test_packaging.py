@@ -62,7 +62,8 @@ def set_up(checkout, **env):
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        universal_newlines=True,
+        text=True,
+        check=False,
         timeout=60,
     )
 
@@ -87,8 +88,7 @@ def constraints():
 
 
 def test_version_is_that_of_version_file(metadata):
-    names = {}
-    exec((ROOT / "odsgd_kvstore" / "_version.py").read_text(), names)
+    names = runpy.run_path(str(ROOT / "odsgd_kvstore" / "_version.py"))
     assert metadata["version"] == names["__version__"]
 
 
@@ -182,7 +182,7 @@ def test_setup_refuses_the_python_that_was_asked_for(checkout, answer, said):
 
 
 def test_setup_shows_what_failed_and_starts_anew(checkout):
-    root, bin_folder = checkout
+    bin_folder = checkout[1]
     failing = add_python(bin_folder, "failing", "echo no space left; exit 1")
     add_python(bin_folder, "python3.9", f"echo 'ok 3.9.18 {failing}'")
     for _ in range(2):  # the second time there is a half-made .venv
