@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from demo_worker import PREFIX, Settings
+from digits import positive
 
 from odsgd_kvstore.launch import commands, processes
 
@@ -183,16 +184,11 @@ def parse() -> Settings:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    default = Settings()
-    parser.add_argument("--workers", type=int, default=default.num_workers)
-    parser.add_argument("--servers", type=int, default=default.num_servers)
-    parser.add_argument("--epochs", type=int, default=default.epochs)
-    args = parser.parse_args()
-    if min(args.workers, args.servers, args.epochs) < 1:
-        parser.error("--workers, --servers and --epochs are whole numbers above 0")
-    return Settings(
-        num_workers=args.workers, num_servers=args.servers, epochs=args.epochs
-    )
+    for name in ("num_workers", "num_servers", "epochs"):
+        flag = "--" + name.replace("num_", "")
+        default = getattr(Settings, name)
+        parser.add_argument(flag, dest=name, type=positive, default=default, help=" ")
+    return Settings(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field
 from typing import Any, Mapping
@@ -20,6 +21,8 @@ _CLUSTER = (
     "DMLC_NUM_WORKER",
     "DMLC_NUM_SERVER",
 )
+_NOT_YET = ("ODSGD_TIMEOUT_S", "ODSGD_STALL_S")
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _HOW_TO_START = (
     "Start the job with 'odsgd-launch -n WORKERS -s SERVERS -- python train.py', or "
     "unset every DMLC_* variable to run stand-alone in this process."
@@ -84,6 +87,12 @@ class Config:
             A value is not allowed; the message names the variable it came from.
         """
         environ = os.environ if environ is None else environ
+        for variable in _NOT_YET:
+            if environ.get(variable):
+                raise NotSupportedYet(
+                    f"{variable} is set to {environ[variable]!r}, and is not supported "
+                    "yet. Unset it."
+                )
         values: dict[str, Any] = {}
         for name, variable, parse in _VARIABLES:
             if environ.get(variable, "") != "":
@@ -193,6 +202,23 @@ def job_key(environ: Mapping[str, str] | None = None) -> bytes:
     if not key:
         raise ConfigError(f"ODSGD_KEY_FILE {path} is empty; put a random secret in it.")
     return key
+
+
+def set_log_level(environ: Mapping[str, str] | None = None) -> None:
+    """Set the level of this package's loggers from ODSGD_LOG_LEVEL, if that is set.
+
+    Raises
+    ------
+    ConfigError
+        It is not the name of a level.
+    """
+    level = (os.environ if environ is None else environ).get("ODSGD_LOG_LEVEL", "")
+    if level and level.upper() not in _LOG_LEVELS:
+        raise ConfigError(
+            f"ODSGD_LOG_LEVEL is {level!r}; allowed are {', '.join(_LOG_LEVELS)}."
+        )
+    if level:
+        logging.getLogger(__package__).setLevel(level.upper())
 
 
 def _check_rule(rule: Any, params: Any) -> None:

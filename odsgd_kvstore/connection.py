@@ -6,11 +6,13 @@ keys and an optimizer of its own on it.
 
 from __future__ import annotations
 
-from .config import Cluster
+from .config import Cluster, set_log_level
 from .native import Native
 from .transport import Connection, Standalone
 
-_open: Connection | None = None  # one native handle per process
+# One native handle per process, whether or not its handshake succeeded.
+_open: Connection | None = None
+_failure: Exception | None = None
 
 
 def connect() -> Connection:
@@ -26,20 +28,27 @@ def connect() -> Connection:
     ConfigError
         A DMLC_* variable is missing or malformed.
     HandshakeError
-        A server does not run our updater.
+        A server does not run our updater; so does every later call.
 
     Notes
     -----
     Blocks until all workers, servers and the scheduler have joined.
     """
-    global _open
+    global _open, _failure
+    if _failure is not None:
+        raise _failure
     if _open is None:
+        set_log_level()
         cluster = Cluster.from_environment()
-        _open = Standalone() if cluster is None else Native(cluster)
+        try:
+            _open = Standalone() if cluster is None else Native(cluster)
+        except Exception as error:
+            _failure = error
+            raise
     _open.check()
     return _open
 
 
 def is_native_open() -> bool:
-    """Whether this process holds the native store, so that no second may be made."""
-    return isinstance(_open, Native)
+    """Whether this process has joined a job, so that no second store may be made."""
+    return _failure is not None or isinstance(_open, Native)

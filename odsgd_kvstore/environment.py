@@ -66,10 +66,15 @@ def _prepare_numpy() -> None:
 
 def is_launcher() -> bool:
     """Whether this process is the launcher, which needs no MXNet and has no role."""
-    words = _command_line()
-    program = os.path.basename(words[1] if len(words) > 1 else "")
-    return program in ("odsgd-launch", "launch.py") or any(
-        pair == ("-m", "odsgd_kvstore.launch") for pair in zip(words, words[1:])
+    program = sys.argv[0] if sys.argv else ""
+    if program == "-m":  # the module's name is not in sys.argv at this time
+        words = _command_line()
+        return ("-m", "odsgd_kvstore.launch") in zip(words, words[1:])
+    checkout = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    script = os.path.join(checkout, "scripts", "launch.py")
+    return (
+        os.path.basename(program) == "odsgd-launch"
+        or os.path.realpath(program) == script
     )
 
 
@@ -91,7 +96,7 @@ def import_mxnet_without_role() -> None:
 
 
 def _command_line() -> List[str]:
-    """The interpreter and its arguments; `sys.argv` lacks '-m NAME' at this time."""
+    """The interpreter with all its arguments."""
     if hasattr(sys, "orig_argv"):  # Python 3.10
         return sys.orig_argv
     try:

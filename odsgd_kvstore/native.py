@@ -45,6 +45,7 @@ class Native(Connection):
         self._exit = process_exit.install()
         self._lock = threading.RLock()  # MXNet's store maps are not thread-safe
         self._error, self._told = "", threading.Event()
+        self._watch: StatusWatch | None = None
         self._native = _create_native()
         self.handle = self._native.handle
         atexit.register(self.close)
@@ -56,7 +57,7 @@ class Native(Connection):
         self._check_rank(cluster)
         self._sealer = Sealer(self._job_key(), cluster.job, self.rank)
         self._handshake()
-        self._watch: StatusWatch | None = StatusWatch(self._read_error, self._report)
+        self._watch = StatusWatch(self._read_error, self._report)
 
     def init(self, keys, values) -> None:
         with self._lock:
@@ -103,7 +104,8 @@ class Native(Connection):
             return
         if self._exit.code:
             process_exit.end_now(self._exit.code)
-        self._watch.stop()
+        if self._watch is not None:
+            self._watch.stop()
         nd.waitall()
         native, self._native = self._native, None
         native.free()

@@ -317,17 +317,15 @@ class Pipeline:
 
     def _log_start(self) -> None:
         """One line, from rank 0, on what is trained and what parameters hold."""
-        if self._connection.rank == 0:
-            _logger.info(
-                "dist_odsgd: %d workers, %d servers, local update %r, warm-up %d steps, "
-                "delay %d. Between steps parameters hold this worker's local weights: "
-                "use odsgd_kvstore.global_weights(...) or .synchronize(...) before "
-                "evaluating or saving.",
+        if self._connection.rank == 0 and self._config.delay:
+            _logger.warning(
+                "dist_odsgd trains with %d worker(s), local update %r, %d warm-up steps. "
+                "Between steps parameters hold this worker's local weights: evaluate "
+                "and save inside odsgd_kvstore.global_weights(...), or after "
+                "odsgd_kvstore.synchronize(...).",
                 self._connection.num_workers,
-                self._connection.num_servers,
                 self._rule.name,
                 self._config.warmup_steps,
-                self._config.delay,
             )
 
 

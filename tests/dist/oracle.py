@@ -17,6 +17,7 @@ import numpy as np
 
 Weights = Dict[int, np.ndarray]  # by parameter
 f32 = np.float32
+_ATTRIBUTES = {"lr": "learning_rate"}
 
 
 def scheduled_lr(name: str, params: Mapping[str, Any], step: int) -> float:
@@ -47,7 +48,8 @@ class Case:
     schedule : (str, mapping), optional
         An lr_scheduler's class and arguments.
     changes : mapping
-        Step (from 1) to attributes that change before it.
+        Step (from 1) to what changes before it: 'learning_rate' by the trainer's
+        set_learning_rate, any other name as the optimizer's attribute.
     multipliers : mapping
         Step (from 1) to {parameter: (lr_mult, wd_mult)} that hold from it on.
     batches : mapping
@@ -90,7 +92,8 @@ class Case:
         if self.schedule is not None:
             values["learning_rate"] = scheduled_lr(*self.schedule, step)
         for since, changed in self.changes.items():
-            values.update(changed if since <= step else {})
+            if since <= step:
+                values.update({_ATTRIBUTES.get(k, k): v for k, v in changed.items()})
         return values
 
     def multiplied(self, values: Mapping[str, Any], step: int, key: int) -> "Hyper":
@@ -288,7 +291,7 @@ def replay(
                 made[rank][key] = local[rank][key](
                     key, step, weight, staged[rank], rescale * len(ranks)
                 )
-                if step <= case.warmup:
+                if rules[key].updates <= case.warmup:
                     made[rank][key] = new[key]
         weights = new
         result.global_weights.append(new)

@@ -1,7 +1,7 @@
 """The launcher with real processes: it ends them all, whatever happens."""
 
+import contextlib
 import os
-import queue
 import re
 import select
 import signal
@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,59 +47,44 @@ def wait_until(condition, what):
 
 
 def marked(marker):
-    """Pids and names of live processes with `marker` in their environment."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and marker in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_bytes()
-        except OSError:
-            pass  # Ended meanwhile, a zombie, or another user's.
+    """Pids of the live processes with `marker` in their environment."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # Ended meanwhile, or another user's.
+            if marker in file.read_bytes():
+                found.append(int(file.parent.name))
     return found
 
 
 class Launcher:
     """`odsgd-launch` as a process; all that it starts carries a marker."""
 
-    def __init__(self, *args, start=("-m", "odsgd_kvstore.launch"), **kwargs):
-        self.marker = uuid.uuid4().hex.encode()
+    def __init__(self, *args, start=("-m", "odsgd_kvstore.launch"), stdout=-1):
+        self.marker, self.lines = uuid.uuid4().hex.encode(), []
         env = {k: v for k, v in os.environ.items() if not k.startswith("DMLC_")}
         env.update(LAUNCH_TEST=self.marker.decode(), PYTHONPATH=str(ROOT))
-        kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **kwargs}
         command = [sys.executable, *start, *args]
-        self.popen = subprocess.Popen(command, env=env, **kwargs)
-        self.lines, self.errors, self.queue = [], [], queue.Queue()
-        self.threads = [threading.Thread(target=f) for f in (self._read, self._listen)]
-        for thread in self.threads:
-            thread.start()
-
-    def _read(self):
-        for line in self.popen.stdout or ():
-            self.queue.put(line.decode().rstrip("\n"))
-        self.queue.put(None)
-
-    def _listen(self):
-        self.errors.extend(self.popen.stderr)
+        self.popen = subprocess.Popen(
+            command, env=env, bufsize=0, stdout=stdout, stderr=subprocess.PIPE
+        )
+        self.timer = threading.Timer(LIMIT_S, self.popen.kill)
+        self.timer.start()
 
     def wait_for(self, pattern):
         """Read the output up to a line that matches."""
-        while True:
-            line = self.queue.get(timeout=LIMIT_S)
-            assert line is not None, f"no {pattern!r} in {self.lines} {self.errors}"
-            self.lines.append(line)
-            match = re.search(pattern, line)
-            if match:
-                return match
+        match = None
+        while match is None:
+            self.lines.append(self.popen.stdout.readline().decode().rstrip("\n"))
+            assert self.popen.poll() is None, f"no {pattern!r} in {self.lines}"
+            match = re.search(pattern, self.lines[-1])
+        return match
 
     def finish(self):
         """Wait for the end; return exit code, output lines, and standard error."""
-        code = self.popen.wait(timeout=LIMIT_S)
-        for thread in self.threads:
-            thread.join(LIMIT_S)
-        self.lines += [line for line in iter(self.queue.get_nowait, None)]
-        for stream in filter(None, (self.popen.stdout, self.popen.stderr)):
-            stream.close()
-        return code, self.lines, b"".join(self.errors).decode()
+        output, errors = self.popen.communicate(timeout=LIMIT_S)
+        self.timer.cancel()
+        self.lines += (output or b"").decode().splitlines()
+        return self.popen.returncode, self.lines, errors.decode()
 
 
 @pytest.fixture
@@ -139,20 +125,19 @@ def alive(pid):
     return os.path.exists(f"/proc/{pid}")
 
 
-def run(*workers, server=STAY, jobs=None, on_started=None, **kwargs):
+def run(*workers, server=STAY, jobs=None, on_started=len, **kwargs):
     """Run a job without MXNet; return its result, lines and pids."""
     lines, pids = [], {}
     kwargs.setdefault("on_line", lambda role, text: lines.append((role.name, text)))
 
     def start(started):
         pids.update(started)
-        if on_started is not None:
-            on_started(started)
+        on_started(started)
 
     jobs = jobs or roles(*workers, server=server)
-    limits = {"timeout": LIMIT_S, "grace_s": 0.3}
+    kwargs = {"timeout": LIMIT_S, "grace_s": 0.3, **kwargs}
     try:
-        result = run_roles(jobs, on_started=start, **{**limits, **kwargs})
+        result = run_roles(jobs, on_started=start, **kwargs)
     finally:
         assert pids and not any(map(alive, pids.values()))
     return result, lines, pids
@@ -244,21 +229,24 @@ def test_kill_of_the_launcher_leaves_no_process_and_no_socket(launch):
     assert sockets_of(port) == []
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_output_that_takes_nothing(launch, closed):
+def test_closed_output_ends_the_job(launch):
     reader, writer = os.pipe()
-    if closed:
-        os.close(reader)
+    os.close(reader)
     command = shell("while :; do echo a; done")
     job = launch("-n1", "--stock-servers", *command, stdout=writer)
-    if not closed:
-        full = lambda: not select.select([], [writer], [], 0)[1]
-        wait_until(full, "a full pipe")
-        job.popen.terminate()
-    assert job.finish()[0] == (141 if closed else 143)
     os.close(writer)
-    if not closed:
-        os.close(reader)
+    assert job.finish()[0] == 141
+
+
+def test_a_signal_ends_a_job_with_a_blocked_output(launch):
+    reader, writer = os.pipe()
+    command = shell("while :; do echo a; done")
+    job = launch("-n1", "--stock-servers", *command, stdout=writer)
+    wait_until(lambda: not select.select([], [writer], [], 0)[1], "a full pipe")
+    job.popen.terminate()
+    assert job.finish()[0] == 143
+    os.close(reader)
+    os.close(writer)
 
 
 def test_command_without_a_store_succeeds(launch):
@@ -268,18 +256,11 @@ def test_command_without_a_store_succeeds(launch):
     assert time.monotonic() - started < 15
 
 
-def test_command_not_found_is_named(launch):
-    code, _, errors = launch("-n1", "--stock-servers", "no-such-command").finish()
-    assert code == 127
-    assert "cannot start 'no-such-command': No such file" in errors
-
-
-def test_command_not_executable_is_named(tmp_path):
-    (tmp_path / "data").write_text("text")
-    result, _, _ = run((str(tmp_path / "data"),))
-    assert result.exit_code == 126
-    assert result.first_failure.role == "worker 0"
-    assert "Permission denied" in result.message
+@pytest.mark.parametrize("command, code", [("/no/command", 127), ("/etc/passwd", 126)])
+def test_a_command_that_cannot_start_is_named(command, code):
+    result, _, _ = run((command,))
+    assert result.exit_code == code
+    assert f"cannot start '{command}': " in result.message
 
 
 def test_timeout_names_the_option(launch):
@@ -321,15 +302,18 @@ def test_first_of_two_failures_is_named(tmp_path):
         assert (result.first_failure.role, result.exit_code) == ("worker 0", 4)
 
 
-@pytest.mark.parametrize("role, reason", [
-    (shell("kill -KILL $$"), "was ended by signal 9 (SIGKILL)"),
-    (shell("exit 3"), "failed with exit code 3"),
-    (("true",), "ended (exit code 0) before the workers were done"),
-])  # fmt: skip
-def test_a_server_that_ends_too_early_fails_the_job(role, reason):
-    result, _, pids = run(STAY, server=role)
+EARLY = {
+    "kill -KILL $$": "was ended by signal 9 (SIGKILL)",
+    "exit 3": "failed with exit code 3",
+    "exit 0": "ended (exit code 0) before the workers were done",
+}
+
+
+@pytest.mark.parametrize("script", EARLY)
+def test_a_server_that_ends_too_early_fails_the_job(script):
+    result, _, pids = run(STAY, server=shell(script))
     name = f"server 0 (pid {pids['server 0']})"
-    assert result.message == f"{name} {reason}; it wrote nothing"
+    assert result.message == f"{name} {EARLY[script]}; it wrote nothing"
     assert result.exit_code == result.first_failure.exit_code > 0
 
 
@@ -371,11 +355,9 @@ def test_stacks_are_asked_for_before_the_end():
 
 
 def test_run_roles_works_in_another_thread():
-    results = []
-    thread = threading.Thread(target=lambda: results.append(run(shell("exit 3"))))
-    thread.start()
-    thread.join(LIMIT_S)
-    assert results[0][0].exit_code == 3
+    with ThreadPoolExecutor() as pool:
+        result, _, _ = pool.submit(run, shell("exit 3")).result(LIMIT_S)
+    assert result.exit_code == 3
 
 
 def test_an_error_of_the_callers_function_ends_the_job():
