@@ -147,8 +147,8 @@ def show(outcomes: list[Outcome]) -> None:
             f"{o.staleness:9}   {o.steps:5}   {o.seconds:7.1f}"
         )
     print(
-        "\nAccuracy: on test images, at the global weights. Within one machine there is"
-        "\nno slow network to hide, so the seconds say little; see README, Benchmarks.\n"
+        "\nAccuracy: on test images, at the global weights. Within one machine there\n"
+        "is no slow network to hide, so the seconds say little; see README.md.\n"
     )
 
 
@@ -186,8 +186,8 @@ def parse() -> Settings:
     )
     for name in ("num_workers", "num_servers", "epochs"):
         flag = "--" + name.replace("num_", "")
-        default = getattr(Settings, name)
-        parser.add_argument(flag, dest=name, type=positive, default=default, help=" ")
+        options = {"default": getattr(Settings, name), "help": "how many"}
+        parser.add_argument(flag, dest=name, type=positive, **options)
     return Settings(**vars(parser.parse_args()))
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import threading
+import time
 
 import mxnet as mx
 import numpy as np
@@ -21,6 +22,7 @@ from .errors import EnvironmentNotSupported, HandshakeError, JobError, ServerErr
 from .transport import Connection
 from .watchdog import StatusWatch
 
+_JOIN_NOTE_S = 10.0
 _ROW = 512  # numbers of one rank in an exchange, one byte each
 
 _logger = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ class Native(Connection):
         self._lock = threading.RLock()  # MXNet's store maps are not thread-safe
         self._error, self._told = "", threading.Event()
         self._watch: StatusWatch | None = None
-        self._native = _create_native()
+        self._native = _create_native(cluster)
         self.handle = self._native.handle
         atexit.register(self.close)
         self.rank = self._native.rank
@@ -189,16 +191,37 @@ class _NativeStore(mx.kvstore.KVStore):
         check_call(_LIB.MXKVStoreFree(self.handle))
 
 
-def _create_native() -> _NativeStore:
+def _create_native(cluster: Cluster) -> _NativeStore:
     """Join the job; the ipc sockets that this makes are this user's alone."""
     handle = KVStoreHandle()
     umask = os.umask(0o077)
+    joined = threading.Event()
+    threading.Thread(
+        target=_say_while_waiting, args=[cluster, joined], daemon=True
+    ).start()
     try:
         check_call(_LIB.MXKVStoreCreate(c_str("dist_sync"), ctypes.byref(handle)))
     finally:
         os.umask(umask)
+        joined.set()
     mx.profiler.set_kvstore_handle(handle)
     return _NativeStore(handle)
+
+
+def _say_while_waiting(cluster: Cluster, joined: threading.Event) -> None:
+    """Tell every few seconds what a worker that hears nothing is waiting for."""
+    start = time.monotonic()
+    while not joined.wait(_JOIN_NOTE_S):
+        _logger.warning(
+            "Waiting for the whole job to join since %.0f s: %d workers, %d servers and "
+            "the scheduler (%s port %s). Is every role running, and does every worker "
+            "create its store?",
+            time.monotonic() - start,
+            cluster.num_workers,
+            cluster.num_servers,
+            os.environ["DMLC_PS_ROOT_URI"],
+            os.environ["DMLC_PS_ROOT_PORT"],
+        )
 
 
 def _not_ours(server: int, protocol: int) -> str:

@@ -6,10 +6,10 @@ import functools
 import weakref
 from typing import Any, Callable
 
-import numpy as np
 from mxnet import kvstore as mxnet_kvstore
 from mxnet.module import Module
 
+from .assigned import marks_assigned
 from .connection import is_native_open
 from .errors import ConfigError
 from .kvstore import ODSGDStore
@@ -28,7 +28,7 @@ def register() -> None:
     guarded = _guarded(mxnet_kvstore.create)
     mxnet_kvstore.create = mxnet_kvstore.base.create = guarded
     for name in ("set_params", "init_params"):
-        setattr(Module, name, _marking(getattr(Module, name)))
+        setattr(Module, name, marks_assigned(getattr(Module, name)))
 
 
 def _guarded(create: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,27 +60,3 @@ def _guarded(create: Callable[..., Any]) -> Callable[..., Any]:
         return store
 
     return guarded
-
-
-def _marking(method: Callable[..., None]) -> Callable[..., None]:
-    """A Module's method that assigns weights, made to tell a store of ours.
-
-    `fit` calls it after each epoch with the weights that the devices hold, averaged
-    over them, which assigns nothing: what differs by rounding alone is the same.
-    """
-
-    @functools.wraps(method)
-    def marking(self: Module, *args: Any, **kwargs: Any) -> None:
-        store = getattr(self, "_kvstore", None)
-        records = list(store.pipeline.records) if isinstance(store, ODSGDStore) else []
-        before = [record.weights[0].asnumpy() for record in records]
-        method(self, *args, **kwargs)
-        changed = [
-            record
-            for record, old in zip(records, before)
-            if not np.allclose(record.weights[0].asnumpy(), old, 1e-6, 0, True)
-        ]
-        if changed:
-            store.pipeline.mark_assigned(changed)
-
-    return marking

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any, Iterator, Mapping, NoReturn
 
-import numpy as np
 from mxnet import gluon
 from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
+from .assigned import AssignedParameters
 from .checks import check_optimizer, check_type
 from .config import Cluster, Config
 from .errors import ConfigError, NotSupportedYet
@@ -100,7 +100,7 @@ class Trainer(gluon.Trainer):
             "compression_params": compression_params,
         }
         self._config = _config_of(kvstore, controls)
-        self._before_assign: dict[int, list[np.ndarray]] | None = None
+        self._assigned = AssignedParameters()
         super().__init__(
             params,
             optimizer,
@@ -236,7 +236,10 @@ class Trainer(gluon.Trainer):
         self._optimizer.rescale_grad = self._scale / batch_size
         if not self._kv_initialized:
             self._init_kvstore()
-        self._mark_assigned()
+        records = self._kvstore.pipeline.records
+        self._kvstore.pipeline.mark_assigned(
+            records[key] for key in self._assigned.take(self._known(), records)
+        )
         if self._params_to_init:
             self._init_params()
         return self._kvstore.pipeline
@@ -253,9 +256,15 @@ class Trainer(gluon.Trainer):
         """Broadcast, in one go, the parameters that have their shape by now."""
         ready = [p for p in self._params_to_init if not p._deferred_init]
         arrays = [param.list_data() for param in ready]
-        self._kvstore.broadcast(
-            [self._param2idx[p.name] for p in ready], [a[0] for a in arrays], arrays
-        )
+        own = [weights[0].copy() for weights in arrays]
+        self._kvstore.broadcast([self._param2idx[p.name] for p in ready], own, arrays)
+        if any((a.asnumpy() != b[0].asnumpy()).any() for a, b in zip(own, arrays)):
+            _logger.warning(
+                "Rank %d's initial weights differ from rank 0's, which all ranks have "
+                "from now on; this rank's first gradient was computed at its own. Seed "
+                "every rank alike (mx.random.seed) before net.initialize.",
+                self._kvstore.rank,
+            )
         late = [param for param in self._params_to_init if param._deferred_init]
         if late and len(late) < len(self._params_to_init):
             _logger.warning(
@@ -287,30 +296,8 @@ class Trainer(gluon.Trainer):
         """Called by a Parameter that is about to be assigned new data."""
         if self._kvstore is None:
             super()._reset_kvstore()
-        elif self._before_assign is None:
-            self._before_assign = {
-                key: [w.asnumpy() for w in param.list_data()]
-                for key, param in self._known()
-            }
-
-    def _mark_assigned(self) -> None:
-        """Note the weights that the user assigned since the last step."""
-        records = self._kvstore.pipeline.records
-        self._kvstore.pipeline.mark_assigned(
-            records[key]
-            for key, param in self._known()
-            if self._was_assigned(key, param)
-        )
-        self._before_assign = None
-
-    def _was_assigned(self, key: int, param: gluon.Parameter) -> bool:
-        record, weights = self._kvstore.pipeline.records[key], param.list_data()
-        if record.weights[0] is not weights[0]:  # initialised once more
-            record.weights = weights
-            return True
-        return self._before_assign is not None and not np.array_equal(
-            self._before_assign[key][0], weights[0].asnumpy()
-        )
+        else:
+            self._assigned.expect(self._known())
 
     def _known(self) -> Iterator[tuple[int, gluon.Parameter]]:
         """The parameters that the servers hold and that training may change."""

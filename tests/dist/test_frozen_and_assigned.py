@@ -201,12 +201,17 @@ class Net(gluon.HybridBlock):
 
     def __init__(self):
         super().__init__(prefix="")
-        with self.name_scope():
-            for name in ("a", "b"):
-                self.params.get(name, shape=SHAPE, init=mx.init.Constant(1.0))
+        self.a = self.params.get("a", shape=SHAPE)
+        self.b = self.params.get("b", shape=SHAPE)
 
     def list(self):
-        return [self.params.get(name) for name in ("a", "b")]
+        return [self.a, self.b]
+
+
+def make_net():
+    net = Net()
+    net.initialize(mx.init.One())
+    return net
 
 
 def set_one(net, folder):
@@ -214,8 +219,7 @@ def set_one(net, folder):
 
 
 def load_all(net, folder):
-    other = Net()
-    other.initialize()
+    other = make_net()
     other.list()[0].set_data(mx.nd.full(SHAPE, 3.0))
     other.list()[1].set_data(mx.nd.full(SHAPE, -2.0))
     path = os.path.join(folder, f"assigned-{rank()}.params")
@@ -224,41 +228,38 @@ def load_all(net, folder):
 
 
 def initialise_again(net, folder):
-    net.initialize(mx.init.Constant(5.0), force_reinit=True)
+    net.initialize(mx.init.Constant(5.0 + rank()), force_reinit=True)
 
 
 ASSIGN = {  # name: (what is done, X of the two parameters; None is not assigned)
     "set_data": (set_one, [7.0, None]),
     "load_parameters": (load_all, [3.0, -2.0]),
-    "force_reinit": (initialise_again, [1.0, 1.0]),  # each has its own initialiser
+    "force_reinit": (initialise_again, [5.0, 5.0]),
 }
 WHEN = {"during warm-up": 20, "after warm-up": 2}  # warmup_steps; assigned at step 6
 AT, STEPS = 6, 12
 
 
 def assigned_run(assign, warmup_steps, folder, momentum=0.5):
-    """L and W after each step, and what a forward pass sees after assigning."""
-    net = Net()
-    net.initialize()
+    """L and W after each step; weights are assigned before step AT."""
+    net = make_net()
     sgd = {"learning_rate": 0.5, "momentum": momentum}
     trainer = odsgd_kvstore.Trainer(
         net.collect_params(), "sgd", sgd, warmup_steps=warmup_steps
     )
-    seen, before = [], None
+    seen = []
     for step in range(STEPS):
         if step == AT:
             assign(net, folder)
-            before = values(net.list())
         backward(net.list(), step)
         trainer.step(1)
         seen.append((values(net.list()), global_values(trainer, net.list())))
-    return {"seen": seen, "before": before}
+    return seen
 
 
 def loaded_first(folder):
     """W after a step on weights that were loaded before the first."""
-    net = Net()
-    net.initialize()
+    net = make_net()
     trainer = odsgd_kvstore.Trainer(net.collect_params(), "sgd", sgd_params())
     load_all(net, folder)
     backward(net.list(), 0)
@@ -268,8 +269,7 @@ def loaded_first(folder):
 
 def own_file(folder):
     """Every rank loads the local weights that rank 0 has just saved."""
-    net = Net()
-    net.initialize()
+    net = make_net()
     trainer = odsgd_kvstore.Trainer(
         net.collect_params(), "sgd", {"learning_rate": 0.5}, warmup_steps=0
     )
@@ -318,7 +318,8 @@ def assigned(folder):
             (name, when): assigned_run(assign, warmup, folder)
             for name, (assign, _) in ASSIGN.items() for when, warmup in WHEN.items()
         }  # fmt: skip
-        return {**runs, "first": loaded_first(folder)}
+        first, looks = loaded_first(folder), evaluated_before_a_step()
+        return {**runs, "first": first, "looks": looks}
 
     return run_local(run, WORKERS, 1, timeout=LIMIT_S)
 
@@ -340,7 +341,7 @@ def test_assigned_weights_are_everywhere_and_momentum_goes_on(assigned, name, wh
     for worker, runs in enumerate(assigned):
         for which, given in enumerate(ASSIGN[name][1]):
             oracle = assigned_oracle(which, given)
-            for step, (local, global_) in enumerate(runs[name, when]["seen"]):
+            for step, (local, global_) in enumerate(runs[name, when]):
                 weight, momentum = oracle[step]
                 own = 0.5 * WORKERS * gradient(step, worker, which)
                 mirror = weight + 0.5 * momentum - own
@@ -350,3 +351,27 @@ def test_assigned_weights_are_everywhere_and_momentum_goes_on(assigned, name, wh
                 np.testing.assert_allclose(global_[which], after, 0, 1e-5, err_msg=where)
                 expected = after if warm else mirror
                 np.testing.assert_allclose(local[which], expected, 0, 1e-5, err_msg=where)
+
+
+def test_weights_loaded_before_the_first_step_are_the_start(assigned):
+    expected = [x - 0.5 * total(0, which) for which, x in enumerate([3.0, -2.0])]
+    for runs in assigned:
+        np.testing.assert_array_equal(runs["first"], expected)
+
+
+@pytest.mark.parametrize("look", ["global_weights", "synchronize"])
+def test_evaluation_right_after_an_assignment_is_on_the_new_weights(assigned, look):
+    for runs in assigned:
+        during, after = runs["looks"][look == "synchronize"]
+        np.testing.assert_array_equal(during, np.full(SHAPE, 7.0))
+        np.testing.assert_array_equal(after[0], 7.0 - 0.5 * total(3))
+
+
+def test_all_ranks_can_load_rank_zeros_own_local_weights(folder):
+    # On rank 0 nothing changes by it, on all others everything.
+    ranks = run_local(lambda: own_file(folder), WORKERS, 1, timeout=LIMIT_S)
+    saved = ranks[0][0]
+    for _, weights in ranks:
+        for which in range(2):
+            expected = saved[which] - 0.5 * total(3, which)
+            np.testing.assert_array_equal(weights[which], expected)

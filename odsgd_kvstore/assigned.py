@@ -1,0 +1,72 @@
+"""Notices weights that the user gave to parameters between two steps.
+
+MXNet tells nobody of it but a Gluon Trainer, and that one before it happens.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Iterable
+
+import numpy as np
+from mxnet import gluon
+from mxnet.module import Module
+
+from .buffers import Replicated
+from .keys import UserKeys
+from .kvstore import ODSGDStore
+
+
+class AssignedParameters:
+    """The Gluon parameters that got new weights since the last step."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, np.ndarray] | None = None
+
+    def expect(self, params: Iterable[tuple[int, gluon.Parameter]]) -> None:
+        """Remember the weights, by key, before any is assigned in this step."""
+        if self._before is None:
+            self._before = {key: p.list_data()[0].asnumpy() for key, p in params}
+
+    def take(
+        self,
+        params: Iterable[tuple[int, gluon.Parameter]],
+        records: UserKeys[Replicated],
+    ) -> list[int]:
+        """The keys of those that differ now, or have new arrays; starts anew."""
+        taken = []
+        for key, param in params:
+            record, weights = records[key], param.list_data()
+            if record.weights[0] is not weights[0]:  # initialised once more
+                record.weights = weights
+                taken.append(key)
+            elif self._before is not None and not np.array_equal(
+                self._before[key], weights[0].asnumpy()
+            ):
+                taken.append(key)
+        self._before = None
+        return taken
+
+
+def marks_assigned(method: Callable[..., None]) -> Callable[..., None]:
+    """A Module's method that assigns weights, made to tell a store of ours.
+
+    `fit` calls it after each epoch with the weights that the devices hold, averaged
+    over them, which assigns nothing: what differs by rounding alone is the same.
+    """
+
+    @functools.wraps(method)
+    def marking(self: Module, *args: Any, **kwargs: Any) -> None:
+        store = getattr(self, "_kvstore", None)
+        records = list(store.pipeline.records) if isinstance(store, ODSGDStore) else []
+        before = [record.weights[0].asnumpy() for record in records]
+        method(self, *args, **kwargs)
+        changed = [
+            record
+            for record, old in zip(records, before)
+            if not np.allclose(record.weights[0].asnumpy(), old, 1e-6, 0, True)
+        ]
+        if changed:
+            store.pipeline.mark_assigned(changed)
+
+    return marking
