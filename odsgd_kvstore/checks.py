@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Any, Iterable
 
 import numpy as np
+from mxnet import gluon
 from mxnet import optimizer as opt
 
 from . import commands, local_update
@@ -103,10 +105,37 @@ def _check_kind(optimizer: opt.Optimizer, num_servers: int) -> None:
         )
 
 
+def check_shapes(name: Any, shape: tuple[int, ...], arrays: Iterable[Any]) -> None:
+    """Refuse arrays that have not the parameter's shape.
+
+    Parameters
+    ----------
+    name : int or str
+        For the message.
+    shape : tuple
+        The parameter's, as it was broadcast.
+    arrays : iterable of NDArray
+
+    Raises
+    ------
+    ConfigError
+    """
+    for array in arrays:
+        if array.shape != shape:
+            raise ConfigError(
+                f"Parameter {name} came with an array of shape {array.shape}; it was "
+                f"broadcast with shape {shape}, and keeps it."
+            )
+
+
 def check_slice(
-    optimizer: opt.Optimizer, name: str, size: int, bound: int, num_servers: int
+    optimizer: opt.Optimizer | None,
+    name: Any,
+    size: int,
+    bigarray_bound: int,
+    num_servers: int,
 ) -> None:
-    """Refuse a layer-wise optimizer for an array that would be cut over servers.
+    """Refuse a layer-wise optimizer for an array that several servers would share.
 
     Parameters
     ----------
@@ -115,7 +144,7 @@ def check_slice(
         The parameter, for the message.
     size : int
         Its numbers.
-    bound : int
+    bigarray_bound : int
         MXNET_KVSTORE_BIGARRAY_BOUND.
     num_servers : int
 
@@ -125,9 +154,51 @@ def check_slice(
         Names the parameter, and what to set.
     """
     kind = type(optimizer).__name__
-    if kind in _NORM_BASED and size >= bound and num_servers > 1:
+    if kind in _NORM_BASED and size >= bigarray_bound and num_servers > 1:
         raise ConfigError(
             f"The optimizer {kind} needs each layer's norm, and parameter {name} with "
             f"{size} numbers would be cut over {num_servers} servers. Use 1 server, or "
             f"set MXNET_KVSTORE_BIGARRAY_BOUND above {size} for every role."
         )
+
+
+def check_update_on_kvstore(update_on_kvstore: bool | None) -> None:
+    """Refuse updates on the worker, asked for by argument or by variable.
+
+    Parameters
+    ----------
+    update_on_kvstore : bool or None
+        A Trainer's argument; None leaves it to MXNET_UPDATE_ON_KVSTORE.
+
+    Raises
+    ------
+    ConfigError
+    """
+    remedy = "dist_odsgd updates weights on the servers"
+    if update_on_kvstore is False:
+        raise ConfigError(
+            f"update_on_kvstore is False; {remedy}. Leave it out (or True)."
+        )
+    if update_on_kvstore is None and os.environ.get("MXNET_UPDATE_ON_KVSTORE") == "0":
+        raise ConfigError(f"MXNET_UPDATE_ON_KVSTORE is 0; {remedy}: unset it.")
+
+
+def check_parameter(param: gluon.Parameter) -> None:
+    """Refuse a Gluon parameter that the servers could not train.
+
+    Parameters
+    ----------
+    param : gluon.Parameter
+        Its shape may not be known yet.
+
+    Raises
+    ------
+    ConfigError, NotSupportedYet
+    """
+    if param._grad_stype != "default":
+        raise NotSupportedYet(
+            f"Parameter {param.name} has {param._grad_stype} gradients, which are not "
+            "supported yet with dist_odsgd. Use dense ones (sparse_grad=False), or "
+            "kvstore='dist_sync' with mxnet.gluon.Trainer."
+        )
+    check_type(param.name, param.dtype, param._stype)

@@ -115,7 +115,7 @@ class Opener:
                 )
             message = json.loads(text)
             return self._check(message)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise SealError(f"a malformed command arrived ({error!r})") from None
 
     def _check(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,19 +152,19 @@ def encode_optimizer(optimizer: opt.Optimizer, rescale: float = 1.0) -> dict[str
     for name, empty in _WORKER_ONLY.items():
         setattr(twin, name, type(empty)(empty))
     return {
-        "optimizer": _encode(twin, opt, skip=tuple(_WORKER_ONLY)),
+        "optimizer": _encode(twin, skip=tuple(_WORKER_ONLY)),
         "lr_scheduler": encode_schedule(schedule),
     }
 
 
 def encode_schedule(schedule: Any) -> Any:
     """A learning-rate schedule as JSON; None stays None."""
-    return None if schedule is None else _encode(schedule, schedules, skip=())
+    return None if schedule is None else _encode(schedule, skip=())
 
 
 def decode_optimizer(encoded: Mapping[str, Any], sealed: bool) -> opt.Optimizer:
     """The optimizer on a server; a pickled one only when the message was sealed."""
-    optimizer = _decode(encoded["optimizer"], opt, sealed)
+    optimizer = _decode(encoded["optimizer"], sealed)
     for name, empty in _WORKER_ONLY.items():
         setattr(optimizer, name, type(empty)(empty))
     optimizer._all_index_update_counts = {0: {}}
@@ -176,14 +176,14 @@ def decode_optimizer(encoded: Mapping[str, Any], sealed: bool) -> opt.Optimizer:
 
 def decode_schedule(encoded: Any, sealed: bool) -> Any:
     """The schedule on a server."""
-    return None if encoded is None else _decode(encoded, schedules, sealed)
+    return None if encoded is None else _decode(encoded, sealed)
 
 
-def _encode(thing: Any, home: Any, skip: Sequence[str]) -> dict[str, Any]:
-    """By class name and attributes if it is one of `home`'s own, else pickled."""
+def _encode(thing: Any, skip: Sequence[str]) -> dict[str, Any]:
+    """By class name and attributes if it is one of MXNet's own, else pickled."""
     kind = type(thing)
     state = {k: as_plain(v) for k, v in vars(thing).items() if k not in skip}
-    if getattr(home, kind.__name__, None) is kind and _is_plain(state):
+    if _own_classes().get(kind.__name__) is kind and _is_plain(state):
         return {"class": kind.__name__, "state": state}
     if kind.__module__ == "__main__":
         raise ConfigError(
@@ -200,9 +200,14 @@ def _encode(thing: Any, home: Any, skip: Sequence[str]) -> dict[str, Any]:
     return {"pickle": base64.b64encode(pickled).decode()}
 
 
-def _decode(encoded: Mapping[str, Any], home: Any, sealed: bool) -> Any:
+def _decode(encoded: Mapping[str, Any], sealed: bool) -> Any:
     if "class" in encoded:
-        thing = object.__new__(_own_class(home, encoded["class"]))
+        kind = _own_classes().get(encoded["class"])
+        if kind is None:
+            raise ConfigError(
+                f"{encoded['class']!r} is not an optimizer or schedule of MXNet."
+            )
+        thing = object.__new__(kind)
         thing.__dict__.update(encoded["state"])
         return thing
     if not sealed:
@@ -214,12 +219,16 @@ def _decode(encoded: Mapping[str, Any], home: Any, sealed: bool) -> Any:
     return pickle.loads(base64.b64decode(encoded["pickle"]))
 
 
-def _own_class(home: Any, name: str) -> type:
-    kind = getattr(home, name, None)
-    bases = (opt.Optimizer, schedules.LRScheduler)
-    if not (isinstance(kind, type) and issubclass(kind, bases)):
-        raise ConfigError(f"{name!r} is not an optimizer or schedule of MXNet.")
-    return kind
+def _own_classes() -> dict[str, type]:
+    """MXNet's optimizers and schedules by class name; not those of users."""
+    optimizers = opt.Optimizer.opt_registry.values()
+    return {
+        kind.__name__: kind
+        for kind in [*optimizers, *vars(schedules).values()]
+        if isinstance(kind, type)
+        and issubclass(kind, (opt.Optimizer, schedules.LRScheduler))
+        and kind.__module__.split(".")[0] == "mxnet"
+    }
 
 
 def as_plain(value: Any) -> Any:

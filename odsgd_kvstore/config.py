@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any, Mapping
 
+from .environment import HOW_TO_START, check_role
 from .errors import ConfigError, NotSupportedYet
 
 DEFAULT_WARMUP_STEPS = 200
 RULES_WITHOUT_PARAMETERS = ("auto", "mirror", "replica", "none")
 LEAST_BIGARRAY_BOUND = 32
 
-_ROLES = ("worker", "server", "scheduler")
 _CLUSTER = (
     "DMLC_ROLE",
     "DMLC_PS_ROOT_URI",
@@ -23,10 +24,6 @@ _CLUSTER = (
 )
 _NOT_YET = ("ODSGD_TIMEOUT_S", "ODSGD_STALL_S")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_HOW_TO_START = (
-    "Start the job with 'odsgd-launch -n WORKERS -s SERVERS -- python train.py', or "
-    "unset every DMLC_* variable to run stand-alone in this process."
-)
 
 
 @dataclass(frozen=True)
@@ -95,12 +92,20 @@ class Config:
                 )
         values: dict[str, Any] = {}
         for name, variable, parse in _VARIABLES:
-            if environ.get(variable, "") != "":
+            if environ.get(variable):
                 values[name] = parse(variable, environ[variable])
         explicit = {k: v for k, v in given.items() if v is not None}
         if "local_optimizer" in explicit:  # ODSGD_LOCAL_LR belongs to its own rule
             values.pop("local_optimizer_params", None)
-        return cls(**{**values, **explicit})
+        taken = [
+            v for name, v, _ in _VARIABLES if name in values.keys() - explicit.keys()
+        ]
+        try:
+            return cls(**{**values, **explicit})
+        except ConfigError as error:
+            if not taken:
+                raise
+            raise ConfigError(f"{error} (Set here: {', '.join(taken)}.)") from None
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,11 @@ class Cluster:
     ) -> Cluster | None:
         """The job described by DMLC_*; None (stand-alone) when none is set.
 
+        Parameters
+        ----------
+        environ : mapping, optional
+            The variables; `os.environ` when left out.
+
         Raises
         ------
         ConfigError
@@ -147,13 +157,9 @@ class Cluster:
             raise ConfigError(
                 f"{', '.join(missing)} not set, although "
                 f"{', '.join(n for n in _CLUSTER if environ.get(n))} is. A "
-                f"distributed job needs all of {', '.join(_CLUSTER)}. {_HOW_TO_START}"
+                f"distributed job needs all of {', '.join(_CLUSTER)}. {HOW_TO_START}"
             )
-        if environ["DMLC_ROLE"] not in _ROLES:
-            raise ConfigError(
-                f"DMLC_ROLE is {environ['DMLC_ROLE']!r}; allowed are "
-                f"{', '.join(_ROLES)}. {_HOW_TO_START}"
-            )
+        check_role(environ["DMLC_ROLE"])
         _positive("DMLC_PS_ROOT_PORT", environ["DMLC_PS_ROOT_PORT"])
         bound = _positive(
             "MXNET_KVSTORE_BIGARRAY_BOUND",
@@ -177,6 +183,11 @@ class Cluster:
 
 def job_key(environ: Mapping[str, str] | None = None) -> bytes:
     """The secret that seals this job's commands; empty when there is none.
+
+    Parameters
+    ----------
+    environ : mapping, optional
+        The variables; `os.environ` when left out.
 
     Raises
     ------
@@ -206,6 +217,11 @@ def job_key(environ: Mapping[str, str] | None = None) -> bytes:
 
 def set_log_level(environ: Mapping[str, str] | None = None) -> None:
     """Set the level of this package's loggers from ODSGD_LOG_LEVEL, if that is set.
+
+    Parameters
+    ----------
+    environ : mapping, optional
+        The variables; `os.environ` when left out.
 
     Raises
     ------
@@ -238,7 +254,7 @@ def _check_rule(rule: Any, params: Any) -> None:
         raise ConfigError(
             f"local_optimizer {rule!r} was given the parameters {dict(params)!r} and "
             "takes none: it follows the global optimizer. Leave them out, or name an "
-            "optimizer, such as local_optimizer='sgd'."
+            "optimizer, such as local_optimizer='sgd' (ODSGD_LOCAL_OPTIMIZER=sgd)."
         )
 
 
@@ -268,9 +284,12 @@ def _positive(variable: str, text: str) -> int:
 
 def _learning_rate(variable: str, text: str) -> dict[str, float]:
     try:
-        return {"learning_rate": float(text)}
+        value = float(text)
     except ValueError:
-        raise ConfigError(f"{variable} is {text!r}; a number is allowed.") from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{variable} is {text!r}; a number is allowed, such as 0.1.")
+    return {"learning_rate": value}
 
 
 _VARIABLES: tuple[tuple[str, str, Any], ...] = (

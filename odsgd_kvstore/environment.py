@@ -10,9 +10,14 @@ import os
 import sys
 from typing import List
 
-from .errors import EnvironmentNotSupported
+from .errors import ConfigError, EnvironmentNotSupported
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 8), (3, 12)
+HOW_TO_START = (
+    "Start the job with 'odsgd-launch -n WORKERS -s SERVERS -- python train.py', or "
+    "unset every DMLC_* variable to run stand-alone in this process."
+)
+_ROLES = ("worker", "server", "scheduler")
 _EXTRAS = (
     "Install MXNet 1.9.1: 'pip install odsgd-kvstore[cpu]' brings the CPU wheel; for "
     "a GPU install the build for your CUDA instead, such as 'pip install mxnet-cu112'. "
@@ -40,6 +45,8 @@ def prepare() -> None:
     """
     if "mxnet" in sys.modules:
         return
+    if os.environ.get("DMLC_ROLE"):
+        check_role(os.environ["DMLC_ROLE"])
     if importlib.util.find_spec("mxnet") is None:
         raise EnvironmentNotSupported(f"MXNet is not installed. {_EXTRAS}")
     _prepare_numpy()
@@ -76,6 +83,14 @@ def is_launcher() -> bool:
         os.path.basename(program) == "odsgd-launch"
         or os.path.realpath(program) == script
     )
+
+
+def check_role(role: str) -> None:
+    """Raise ConfigError unless `role` is one; MXNet takes any other for a server's."""
+    if role not in _ROLES:
+        raise ConfigError(
+            f"DMLC_ROLE is {role!r}; allowed are {', '.join(_ROLES)}. {HOW_TO_START}"
+        )
 
 
 def takes_server_role() -> bool:

@@ -15,7 +15,13 @@ from .pipeline import Pipeline
 
 
 def is_active(kvstore: Any) -> bool:
-    """Whether a store is ours: MXNet makes a plain one of any name with 'dist'."""
+    """Whether a store is ours: MXNet makes a plain one of any name with 'dist'.
+
+    Parameters
+    ----------
+    kvstore : object
+        A store, such as `mx.kv.create` returned.
+    """
     return isinstance(kvstore, ODSGDStore)
 
 

@@ -9,7 +9,7 @@ from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
 from .buffers import Replicated
-from .checks import check_optimizer, check_size, check_slice, check_type
+from .checks import check_optimizer, check_shapes, check_size, check_slice, check_type
 from .config import Config
 from .connection import connect
 from .errors import ConfigError, NotSupportedYet
@@ -92,7 +92,13 @@ class ODSGDStore(mx.kvstore.KVStore):
         return self._connection.num_workers
 
     def is_capable(self, capability: str) -> bool:
-        """Whether 'optimizer' is asked for: updates run on the servers."""
+        """Whether the store can do something.
+
+        Parameters
+        ----------
+        capability : str
+            'optimizer': True, as updates run on the servers. No other is known.
+        """
         if capability.lower() != mx.kvstore.KVStoreBase.OPTIMIZER:
             raise ConfigError(f"Unknown capability {capability!r}; known: 'optimizer'.")
         return True
@@ -101,6 +107,11 @@ class ODSGDStore(mx.kvstore.KVStore):
         """The global optimizer; the servers get it with the first step.
 
         Later changes of its attributes reach the servers and hold from the next step.
+
+        Parameters
+        ----------
+        optimizer : mxnet.optimizer.Optimizer
+            The user's own object; only its `num_update` is written.
 
         Raises
         ------
@@ -112,7 +123,13 @@ class ODSGDStore(mx.kvstore.KVStore):
         self._optimizer = optimizer
 
     def init(self, key: Any, value: Any) -> None:
-        """Make keys known with rank 0's values; collective, returns when it is done."""
+        """Make keys known with rank 0's values; collective, returns when it is done.
+
+        Parameters
+        ----------
+        key, value
+            As for `broadcast`.
+        """
         self.broadcast(key, value, None)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
@@ -188,6 +205,7 @@ class ODSGDStore(mx.kvstore.KVStore):
         step = self.pipeline
         for user_key, gradients, weights in _grouped(key, value, out):
             record = self.pipeline.records[user_key]
+            check_shapes(user_key, record.shape, [*gradients, *weights])
             if step.starts_step(record):
                 step.settle()
                 step.begin_step()
@@ -200,11 +218,22 @@ class ODSGDStore(mx.kvstore.KVStore):
     ) -> None:
         """Copy the global weights that this rank's newest step leads to into `out`.
 
+        Parameters
+        ----------
+        key : int, str, or list of them
+        out : NDArray, list of NDArray, or list of lists
+            Arrays of the parameter's shape.
+        priority, ignore_sparse
+            Not used.
+
+        Notes
+        -----
         Returns before it is done; a wait on `out` ends it.
         """
         self._connection.check()
         for user_key, outs, _ in _grouped(key, out, None):
             record = self.pipeline.records[user_key]
+            check_shapes(user_key, record.shape, outs)
             for array in outs:
                 if record.global_weight is None:
                     self._connection.pull([record.native], [array])
@@ -231,7 +260,13 @@ class ODSGDStore(mx.kvstore.KVStore):
         )
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Refused unless empty."""
+        """Refused unless empty.
+
+        Parameters
+        ----------
+        compression_params : mapping
+            Not supported yet.
+        """
         Config(compression_params=compression_params)
 
     def save_optimizer_states(
@@ -274,14 +309,10 @@ class ODSGDStore(mx.kvstore.KVStore):
         """Refuse what the servers could not update rightly."""
         check_type(key, value.dtype, value.stype)
         check_size(key, value.shape, value.size)
-        if self._optimizer is not None:
-            check_slice(
-                self._optimizer,
-                key,
-                value.size,
-                self._connection.bigarray_bound,
-                self._connection.num_servers,
-            )
+        job = self._connection
+        check_slice(
+            self._optimizer, key, value.size, job.bigarray_bound, job.num_servers
+        )
 
     def _check_same(self, keys: list[tuple[UserKey, tuple[int, ...]]]) -> None:
         """Every rank makes the same keys, of the same shape, at the same time."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import numbers
 from typing import Any, Iterator, Mapping, NoReturn
 
 from mxnet import gluon
@@ -10,7 +12,7 @@ from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
 from .assigned import AssignedParameters
-from .checks import check_optimizer, check_type
+from .checks import check_optimizer, check_parameter, check_update_on_kvstore
 from .config import Cluster, Config
 from .errors import ConfigError, NotSupportedYet
 from .evaluation import global_weights, synchronize
@@ -87,11 +89,7 @@ class Trainer(gluon.Trainer):
         compression_params: Mapping[str, Any] | None = None,
         update_on_kvstore: bool | None = None,
     ) -> None:
-        if update_on_kvstore is False:
-            raise ConfigError(
-                "update_on_kvstore is False; dist_odsgd updates weights on the servers. "
-                "Leave it out (or True)."
-            )
+        check_update_on_kvstore(update_on_kvstore)
         controls = {
             "local_optimizer": local_optimizer,
             "local_optimizer_params": local_optimizer_params,
@@ -109,7 +107,7 @@ class Trainer(gluon.Trainer):
             update_on_kvstore=True,
         )
         for param in self._params:
-            _check_parameter(param)
+            check_parameter(param)
         cluster = Cluster.from_environment()
         num_servers = cluster.num_servers if cluster else 1
         check_optimizer(self._optimizer, self._config, num_servers)
@@ -229,8 +227,12 @@ class Trainer(gluon.Trainer):
 
     def _ready(self, batch_size: int) -> Pipeline:
         """Join the job, give new parameters to the servers, take the batch size."""
-        if not batch_size > 0:
-            raise ConfigError(f"batch_size is {batch_size!r}; allowed is above 0.")
+        is_number = isinstance(batch_size, numbers.Real)
+        if not is_number or not 0 < batch_size < math.inf:
+            raise ConfigError(
+                f"batch_size is {batch_size!r}; allowed is a number above 0: the "
+                "samples that this rank's gradient sums over."
+            )
         if getattr(self, "_amp_loss_scaler", None) is not None:
             raise NotSupportedYet("AMP's loss scaling is not supported yet.")
         self._optimizer.rescale_grad = self._scale / batch_size
@@ -327,17 +329,6 @@ def _config_of(kvstore: Any, controls: Mapping[str, Any]) -> Config:
             "any other type use mxnet.gluon.Trainer."
         )
     return Config.from_environment(**controls)
-
-
-def _check_parameter(param: gluon.Parameter) -> None:
-    """Refuse what the servers could not train, before any process starts."""
-    if param._grad_stype != "default":
-        raise NotSupportedYet(
-            f"Parameter {param.name} has {param._grad_stype} gradients, which are not "
-            "supported yet with dist_odsgd. Use dense ones (sparse_grad=False), or "
-            "kvstore='dist_sync' with mxnet.gluon.Trainer."
-        )
-    check_type(param.name, param.dtype, param._stype)
 
 
 def _stale(param: gluon.Parameter, rank: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import secrets
 from typing import Any, Mapping, Sequence
 
 import mxnet as mx
@@ -114,8 +115,9 @@ class Standalone(Connection):
     def __init__(self) -> None:
         super().__init__()
         self._stored: dict[int, nd.NDArray] = {}
-        self._server = Server(0, "", b"", on_refused=_refused_stand_alone)
-        self._sealer = Sealer(b"", "", 0)
+        key = secrets.token_bytes()
+        self._server = Server(0, "", key, on_refused=_refused_stand_alone)
+        self._sealer = Sealer(key, "", 0)
         _logger.warning(
             "dist_odsgd runs stand-alone: no DMLC_* variables are set, so this process "
             "is a job of one worker. To use more, start it with 'odsgd-launch -n "

@@ -73,11 +73,18 @@ def _children():
     Zombies have ended. The resource tracker of multiprocessing serves the process.
     """
     found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            stat = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-            if int(stat[1]) == os.getpid() and stat[0] not in (b"Z", b"X"):
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-                if b"resource_tracker" not in command:
-                    found[int(folder.name)] = command.decode(errors="replace").strip()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # A thread that ended meanwhile.
+            for pid in map(int, path.read_text().split()):
+                command = _command(pid)
+                if command and "resource_tracker" not in command:
+                    found[pid] = command
     return found
+
+
+def _command(pid):
+    """The command line of a process; empty for a zombie."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return text.replace(b"\0", b" ").decode(errors="replace").strip()
+    return ""

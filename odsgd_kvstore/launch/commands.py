@@ -204,13 +204,16 @@ def _place_env(kind: str, rank: int, port: int | None) -> dict[str, str]:
     return env
 
 
+# MXNet serves at import in a server's role; NumPy 1.24 removed an alias that it needs.
+STOCK_SERVER = "import numpy; numpy.bool = bool; import mxnet"
+
+
 def _argv(job: LocalJob, kind: str) -> tuple[str, ...]:
     """Program and arguments of a role."""
     if kind == "worker":
         return tuple(job.command)
     if job.stock_servers:
-        # MXNet serves at import when DMLC_ROLE says so.
-        return (sys.executable, "-c", "import mxnet")
+        return (sys.executable, "-c", STOCK_SERVER)
     return (sys.executable, "-m", "odsgd_kvstore.server")
 
 

@@ -144,8 +144,8 @@ class _Job:
         self.lock = threading.Lock()
         self._stop_read, self._stop_write = os.pipe()
         self._guard = subprocess.Popen(
-            guard_argv(sockets), stdin=subprocess.PIPE, bufsize=0, start_new_session=True,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            guard_argv(sockets), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, bufsize=0, start_new_session=True,
         )  # fmt: skip
 
     def start(self, role: Role) -> None:
@@ -244,7 +244,7 @@ class _Job:
         self.ending = EXIT_BROKEN_PIPE if broken else 1, f"no output: {error}", None
 
     def time_out(self, limit_s: float, number: int | None, kinds: Sequence) -> None:
-        """Name who still runs; `number` makes the roles of `kinds` show their stacks."""
+        """Name who still runs; signal `number` asks `kinds` for their stacks."""
         live = [p for p in self.processes if p.exit_code is None]
         names = ", ".join(f"{p.role.name} (pid {p.pid})" for p in live)
         text = f"the job did not end within {limit_s:g} s (--timeout); still running"
@@ -257,27 +257,27 @@ class _Job:
     def _pause(self, seconds: float, needed: Callable, hurry_s: float = 0.0) -> None:
         """Wait while `needed` and note who ends; a signal makes us hurry."""
         deadline = time.monotonic() + seconds
-        while needed() and time.monotonic() < deadline:
+        while needed():
+            left, kind, value = deadline - time.monotonic(), "", None
             with contextlib.suppress(queue.Empty):
-                kind, value = self.events.get(timeout=0.02)
-                if kind == "exit":
-                    process, process.exit_code = value
-                elif kind == "signal":
-                    deadline = min(deadline, time.monotonic() + hurry_s)
-
-    def _any_lives(self) -> bool:
-        return any(p.lives() for p in self.processes)
+                kind, value = self.events.get(timeout=min(max(left, 0.0), 0.02))
+            if kind == "exit":
+                process, process.exit_code = value
+            elif kind == "signal":
+                deadline = min(deadline, time.monotonic() + hurry_s)
+            elif left <= 0:
+                return
 
     def _any_reads(self) -> bool:
         return any(p.reader.is_alive() for p in self.processes)
 
     def end(self) -> None:
         """TERM, KILL after the grace, reap: our own process groups and no others."""
-        steps = [(signal.SIGTERM, self.grace_s, 0.0), (signal.SIGKILL, 2.0, 2.0)]
+        steps = [(signal.SIGTERM, self.grace_s, 0.0), (signal.SIGKILL, 9.0, 9.0)]
         for number, wait_s, hurry_s in steps:
             for process in self.processes:
                 process.send(number)
-            self._pause(wait_s, self._any_lives, hurry_s)
+            self._pause(wait_s, lambda: any(p.lives() for p in self.processes), hurry_s)
         self._pause(DRAIN_S, self._any_reads)
         os.close(self._stop_write)  # A child outside our groups may hold a pipe.
         # An output that takes nothing holds us up only while nobody wants the end.

@@ -9,13 +9,15 @@ compute in float32, in the order of MXNet 1.9.1's operators (optimizer_op-inl.h)
 are written down once more instead of called, so that they can disagree.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any
 
 import numpy as np
 
-Weights = Dict[int, np.ndarray]  # by parameter
 f32 = np.float32
 _ATTRIBUTES = {"lr": "learning_rate"}
 
@@ -67,9 +69,9 @@ class Case:
     rule: str = "auto"
     rule_params: Mapping[str, Any] = field(default_factory=dict)
     warmup: int = 0
-    schedule: Optional[Tuple[str, Mapping[str, Any]]] = None
+    schedule: tuple[str, Mapping[str, Any]] | None = None
     changes: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    multipliers: Mapping[int, Mapping[int, Tuple[float, float]]] = field(
+    multipliers: Mapping[int, Mapping[int, tuple[float, float]]] = field(
         default_factory=dict
     )
     batches: Mapping[int, Sequence[int]] = field(default_factory=dict)
@@ -86,7 +88,7 @@ class Case:
         """Whether the step leaves the parameter out."""
         return step in self.paused.get(key, ())
 
-    def values(self, step: int) -> Dict[str, Any]:
+    def values(self, step: int) -> dict[str, Any]:
         """The global optimizer's hyper-parameters at a step, without multipliers."""
         values = dict(self.params)
         if self.schedule is not None:
@@ -96,7 +98,7 @@ class Case:
                 values.update({_ATTRIBUTES.get(k, k): v for k, v in changed.items()})
         return values
 
-    def multiplied(self, values: Mapping[str, Any], step: int, key: int) -> "Hyper":
+    def multiplied(self, values: Mapping[str, Any], step: int, key: int) -> Hyper:
         """`values` for one parameter."""
         lr_mult, wd_mult = 1.0, 1.0
         for since, changed in self.multipliers.items():
@@ -152,15 +154,20 @@ class SGD(Rule):
 
 
 class NAG(Rule):
-    """m' = mu m; m = m' - lr (g + wd W); W += (1 + mu) m - m'."""
+    """m' = mu m; W += mu m' - (1 + mu) lr (g + wd W); m = m' - lr (g + wd W).
+
+    The operator works in place, so that the last W is the new one.
+    """
 
     def update(self, hyper, weight, gradient, rescale):
         if hyper.mu == 0:
             return plain_sgd(hyper, weight, gradient, rescale)
         held = hyper.mu * self.first
-        scaled = hyper.clip(rescale * gradient) + hyper.wd * weight
-        self.first = held - hyper.lr * scaled
-        return weight - held + (hyper.mu + f32(1)) * self.first
+        scaled = hyper.clip(rescale * gradient)
+        ahead = held - hyper.lr * (scaled + hyper.wd * weight)
+        weight = weight - held + (hyper.mu + f32(1)) * ahead
+        self.first = held - hyper.lr * (scaled + hyper.wd * weight)
+        return weight
 
 
 class Adam(Rule):
@@ -203,7 +210,33 @@ class AdaDelta(Rule):
         return weight - (step + hyper.wd * weight)
 
 
-RULES: Mapping[str, Callable[[np.ndarray], Rule]] = {
+@dataclass(frozen=True)
+class Quadratic:
+    """Per rank and step sum_k h (w - x)^2 / 2, another optimum x each time.
+
+    `simple`: one number, h = 1, and x = 1 on rank 0, 3 on rank 1 at every step.
+    """
+
+    shapes: tuple[tuple[int, ...], ...] = ((7,), (10, 13))
+    simple: bool = False
+
+    def curvature(self, key: int) -> np.ndarray:
+        """h of a parameter."""
+        if self.simple:
+            return np.ones(self.shapes[key], f32)
+        size = int(np.prod(self.shapes[key]))
+        return np.linspace(0.25, 1.5, size, dtype=f32).reshape(self.shapes[key])
+
+    def optimum(self, key: int, rank: int, step: int) -> np.ndarray:
+        """x of a parameter."""
+        if self.simple:
+            return np.full(self.shapes[key], 1 + 2 * rank, f32)
+        random = np.random.RandomState(1000 * step + 10 * rank + key)
+        return random.normal(rank, 1, self.shapes[key]).astype(f32)
+
+
+QUADRATICS = {"quadratic": Quadratic(), "by hand": Quadratic(((1,),), simple=True)}
+RULES = {
     "sgd": SGD, "nag": NAG, "adam": Adam, "rmsprop": RMSProp, "adadelta": AdaDelta,
 }
 
@@ -261,12 +294,14 @@ class Local:
 class Trajectory:
     """Weights after each step: W by step, L by rank and step."""
 
-    global_weights: List[Weights]
-    local_weights: List[List[Weights]]
+    global_weights: list[dict[int, np.ndarray]]
+    local_weights: list[list[dict[int, np.ndarray]]]
 
 
 def replay(
-    case: Case, start: Weights, gradients: Sequence[Sequence[Weights]]
+    case: Case,
+    start: Mapping[int, np.ndarray],
+    gradients: Sequence[Sequence[Mapping[int, np.ndarray]]],
 ) -> Trajectory:
     """The recurrences from `start`, fed with gradients[rank][step][parameter]."""
     ranks, steps = range(len(gradients)), range(1, len(gradients[0]) + 1)
@@ -277,7 +312,7 @@ def replay(
     result = Trajectory([], [[] for _ in ranks])
     for step in steps:
         new = dict(weights)
-        made: List[Weights] = [dict(weights) for _ in ranks]
+        made = [dict(weights) for _ in ranks]
         for key, weight in weights.items():
             if case.is_paused(step, key):
                 continue

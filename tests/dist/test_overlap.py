@@ -176,9 +176,9 @@ def gradients_after_step(make_trainer):
     return before_after
 
 
-def ours(params, warmup_steps, **kwargs):
+def ours(params, warmup_steps):
     sgd = {"learning_rate": 0.25, "momentum": 0.5}
-    return odsgd_kvstore.Trainer(params, "sgd", sgd, warmup_steps=warmup_steps, **kwargs)
+    return odsgd_kvstore.Trainer(params, "sgd", sgd, warmup_steps=warmup_steps)
 
 
 def plain(kvstore):

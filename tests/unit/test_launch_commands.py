@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from odsgd_kvstore.errors import LaunchError
 from odsgd_kvstore.launch import Failure, cli, commands
-from odsgd_kvstore.launch.commands import LocalJob, plan_local
+from odsgd_kvstore.launch.commands import STOCK_SERVER, LocalJob, plan_local
 from odsgd_kvstore.launch.processes import LineSplitter
 
 ROOT = str(Path(commands.__file__).absolute().parents[2])
@@ -51,7 +51,7 @@ def test_plan_gives_exact_commands():
     train = ("python", "train.py")
     assert [role.argv for role in plan()] == [serve, serve, train, train]
     stock = plan(stock_servers=True)
-    assert [r.argv for r in stock[:2]] == [(sys.executable, "-c", "import mxnet")] * 2
+    assert [r.argv for r in stock[:2]] == [(sys.executable, "-c", STOCK_SERVER)] * 2
     assert "PYTHONPATH" not in stock[1].env
 
 
@@ -202,8 +202,8 @@ def test_describe_shows_role_rank_pid_and_command_only():
     text = commands.describe(roles, {"scheduler": 11, "worker 1": 4711})
     assert text.splitlines() == [
         "role       rank  pid   command",
-        f"scheduler  0     11    {sys.executable} -c 'import mxnet'",
-        f"server     0     -     {sys.executable} -c 'import mxnet'",
+        f"scheduler  0     11    {sys.executable} -c '{STOCK_SERVER}'",
+        f"server     0     -     {sys.executable} -c '{STOCK_SERVER}'",
         "worker     0     -     python 'a b.py'",
         "worker     1     4711  python 'a b.py'",
     ]
@@ -261,7 +261,7 @@ def test_start_without_mxnet_says_what_to_install(run):
 
 
 TO_COME = (
-    "-H hosts, --hostfile hosts, --sync-dst-dir /d, --interface eth0, --port-range 1-2, "
+    "-H hosts, --hostfile hosts, --sync-dst-dir /d, --interface e0, --port-range 1-2, "
     "--max-restarts 1, --log-dir d, --emulate-bandwidth 1gbit, --launcher ssh, "
     "--launcher mpi, --launcher slurm, --launcher kubernetes"
 )
