@@ -5,11 +5,14 @@ MXNet tells nobody of it but a Gluon Trainer, and that one before it happens.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import Any, Callable, Iterable
 
 import numpy as np
 from mxnet import gluon
+from mxnet import ndarray as nd
+from mxnet.base import _LIB, check_call
 from mxnet.module import Module
 
 from .buffers import Replicated
@@ -37,15 +40,31 @@ class AssignedParameters:
         taken = []
         for key, param in params:
             record, weights = records[key], param.list_data()
-            if record.weights[0] is not weights[0]:  # initialised once more
-                record.weights = weights
+            if _is_new(record, weights) or self._differs(key, weights):
                 taken.append(key)
-            elif self._before is not None and not np.array_equal(
-                self._before[key], weights[0].asnumpy()
-            ):
-                taken.append(key)
+            record.weights = weights
         self._before = None
         return taken
+
+    def _differs(self, key: int, weights: list[nd.NDArray]) -> bool:
+        return self._before is not None and not np.array_equal(
+            self._before[key], weights[0].asnumpy()
+        )
+
+
+def _is_new(record: Replicated, weights: list[nd.NDArray]) -> bool:
+    """Whether a parameter was initialised once more, with memory of its own.
+
+    Setting `grad_req` makes new NDArrays, too, but of the same memory.
+    """
+    known, now = record.weights[0], weights[0]
+    return known is not now and _address(known) != _address(now)
+
+
+def _address(array: nd.NDArray) -> int | None:
+    address = ctypes.c_void_p()
+    check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(address)))
+    return address.value
 
 
 def marks_assigned(method: Callable[..., None]) -> Callable[..., None]:

@@ -91,6 +91,8 @@ def _check_kind(optimizer: opt.Optimizer, num_servers: int) -> None:
     name, reason = type(optimizer).__name__, None
     if name == "SGLD":
         reason = "it draws random numbers, which no worker can mirror"
+    elif name == "GroupAdaGrad":
+        reason = "it needs a matrix's rows, and servers hold vectors"
     elif name == "DCASGD" and optimizer.momentum != 0:
         reason = "its update with momentum fails in MXNet 1.9.1"
     elif name == "Nadam" and num_servers > 1:

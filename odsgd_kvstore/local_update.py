@@ -129,6 +129,7 @@ class Replica(LocalUpdate):
     def __init__(self, optimizer: opt.Optimizer, rescale: float) -> None:
         super().__init__(optimizer, rescale)
         self._states: dict[Any, Any] = {}
+        self._spares_gradient = _spares_gradient(type(self._optimizer))
 
     def observe(self, index, scratch, global_weight, gradient) -> None:
         self.update(index, scratch, global_weight, None, gradient)
@@ -139,6 +140,8 @@ class Replica(LocalUpdate):
             self._states[index] = self._optimizer.create_state_multi_precision(
                 index, local_weight
             )
+        if not self._spares_gradient:  # it is still to be pushed
+            gradient = gradient.copy()
         apply_optimizer(
             self._optimizer, index, local_weight, gradient, self._states[index]
         )
@@ -172,6 +175,7 @@ class NamedOptimizer(Replica):
         self._given = set(params)
         self._global = self._optimizer
         self._optimizer = create_named(name, params)
+        self._spares_gradient = _spares_gradient(type(self._optimizer))
         self._optimizer.param_dict = self._global.param_dict
         self._optimizer.idx2name = self._global.idx2name
         self._optimizer.lr_mult = self._global.lr_mult
@@ -262,6 +266,11 @@ def create_named(name: str, params: Mapping[str, Any]) -> opt.Optimizer:
             f"local_optimizer {name!r} does not take local_optimizer_params "
             f"{dict(params)!r}: {error}. See mxnet.optimizer for what it takes."
         ) from None
+
+
+def _spares_gradient(kind: type) -> bool:
+    """Whether an optimizer leaves the gradient as it is; of users' ones who knows."""
+    return kind.__module__.split(".")[0] == "mxnet" and kind is not opt.AdaDelta
 
 
 def apply_optimizer(
