@@ -95,6 +95,12 @@ def _check_kind(optimizer: opt.Optimizer, num_servers: int) -> None:
         reason = "it needs a matrix's rows, and servers hold vectors"
     elif name == "DCASGD" and optimizer.momentum != 0:
         reason = "its update with momentum fails in MXNet 1.9.1"
+    elif name == "LARS" and optimizer.momentum and optimizer.momentum_correction:
+        if optimizer.lr_scheduler is not None:
+            reason = (
+                "its momentum correction follows a changing learning rate for the "
+                "first key only; pass momentum_correction=False"
+            )
     elif name == "Nadam" and num_servers > 1:
         reason = (
             f"its momentum schedule advances once per key and server, so {num_servers} "

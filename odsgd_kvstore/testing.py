@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import pickle
 import secrets
@@ -111,8 +112,11 @@ def _by_value(fn: Callable[[], Any]) -> bytes:
     """`fn` pickled with the functions of its module, which a worker cannot import."""
     import cloudpickle
 
+    function = fn
+    while isinstance(function, functools.partial):
+        function = function.func
     with contextlib.ExitStack() as stack:
-        module = sys.modules.get(getattr(fn, "__module__", None) or "")
+        module = sys.modules.get(getattr(function, "__module__", None) or "")
         own = module is not None and not module.__name__.startswith("odsgd_kvstore")
         if own and module.__name__ != "__main__":
             cloudpickle.register_pickle_by_value(module)

@@ -1,4 +1,5 @@
 """What holds for every test: a clean environment, no process left, strict warnings."""
+
 import contextlib
 import ctypes
 import os

@@ -1,4 +1,5 @@
 """Bad input in real jobs: refused before any training, and the whole job ends."""
+
 import dataclasses
 import os
 import re
@@ -37,7 +38,7 @@ def said(call):
     """'Kind: message' of what a call raises; 'nothing' if it raises nothing."""
     try:
         call()
-    except Exception as error:
+    except (ValueError, RuntimeError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -105,36 +106,38 @@ def heard():
     return run_local(use_wrongly, num_servers=2, timeout=LIMIT_S)
 
 
+# What each message must say.
 REFUSALS = {
-    "pull of unknown": ["ConfigError", "Key 'zz'", "known are: 'w'", "broadcast"],
-    "pushpull of unknown": ["ConfigError", "Key 'zz'", "known are: 'w'", "broadcast"],
-    "push of unknown": ["NotSupportedYet", "'zz'", "dense gradients", "dist_sync"],
-    "init twice": ["ConfigError", "Key 'w' was initialised before", "Use another key"],
-    "float64": ["ConfigError", "d is float64", "allowed is float32", "Cast it"],
-    "float16": ["NotSupportedYet", "h is float16", "allowed is float32"],
-    "int32": ["ConfigError", "i is int32", "allowed is float32", "Cast it"],
-    "row_sparse": ["NotSupportedYet", "s is row_sparse", "dense weights", "dist_sync"],
-    "dist_sync": ["ConfigError", "'dist_sync'", "one distributed connection", "Use dist_"],
-    "dist_async": ["ConfigError", "'dist_async'", "would hang", "run two jobs"],
-    "dist_device_sync": ["ConfigError", "'dist_device_sync'", "would hang"],
-    "shapes": ["MismatchError", "rank 0: 'm' (3, 4)", "rank 1: 'm' (3, 5)", "same shapes"],
-    "names": ["MismatchError", "rank 0: 'm0'", "rank 1: 'm1'", "same network"],
-    "counts": ["MismatchError", "'b' (2,); rank 1", "'c' (2,)", "same network"],
-    "different calls": ["MismatchError", "rank 0: broadcast", "rank 1: create store",
-                        "same order"],
-    "warm-up": ["MismatchError", "warmup_steps=5", "warmup_steps=6", "same arguments"],
-    "rule": ["MismatchError", "'auto'", "'none'", "same arguments", "ODSGD_*"],
-    "long settings": ["MismatchError", "settings", "warmup_steps=5", "warmup_steps=6"],
-    "optimizers": ["MismatchError", "rank 0: SGD", "rank 1: Adam", "same one"],
-    "second optimizer": ["ConfigError", "an optimizer already", "make a new store"],
-    "name of other letters": ["nothing"],
+    "pull of unknown": "ConfigError|Key 'zz'|known are: 'w'|broadcast",
+    "pushpull of unknown": "ConfigError|Key 'zz'|known are: 'w'|broadcast",
+    "push of unknown": "NotSupportedYet|'zz'|dense gradients|dist_sync",
+    "init twice": "ConfigError|Key 'w' was initialised before|Use another key",
+    "float64": "ConfigError|d is float64|allowed is float32|Cast it",
+    "float16": "NotSupportedYet|h is float16|allowed is float32",
+    "int32": "ConfigError|i is int32|allowed is float32|Cast it",
+    "row_sparse": "NotSupportedYet|s is row_sparse|dense weights|dist_sync",
+    "dist_sync": "ConfigError|'dist_sync'|one distributed connection|Use dist_",
+    "dist_async": "ConfigError|'dist_async'|would hang|run two jobs",
+    "dist_device_sync": "ConfigError|'dist_device_sync'|would hang",
+    "shapes": "MismatchError|rank 0: 'm' (3, 4)|rank 1: 'm' (3, 5)|same shapes",
+    "names": "MismatchError|rank 0: 'm0'|rank 1: 'm1'|same network",
+    "counts": "MismatchError|'b' (2,); rank 1|'c' (2,)|same network",
+    "different calls": "MismatchError|rank 0: broadcast|rank 1: create store|same order",
+    "warm-up": "MismatchError|warmup_steps=5|warmup_steps=6|same arguments",
+    "rule": "MismatchError|'auto'|'none'|same arguments|ODSGD_*",
+    "long settings": "MismatchError|settings|warmup_steps=5|warmup_steps=6",
+    "optimizers": "MismatchError|rank 0: SGD|rank 1: Adam|same one",
+    "second optimizer": "ConfigError|an optimizer already|make a new store",
+    "name of other letters": "nothing",
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_wrong_use_is_refused_on_every_rank(heard, name):
     for rank, outcome in enumerate(heard):
-        missing = [part for part in REFUSALS[name] if part not in outcome[name]]
+        missing = [
+            part for part in REFUSALS[name].split("|") if part not in outcome[name]
+        ]
         assert not missing, f"rank {rank}: {missing} not in: {outcome[name]}"
 
 
@@ -162,7 +165,9 @@ def altered(monkeypatch, name, argv=None, **env):
         roles = plan(*args)
         for i, role in enumerate(roles):
             if role.name == name:
-                changed = {k: v for k, v in {**role.env, **env}.items() if v is not None}
+                changed = {
+                    k: v for k, v in {**role.env, **env}.items() if v is not None
+                }
                 argv_ = argv or role.argv
                 roles[i] = dataclasses.replace(role, env=changed, argv=argv_)
         return roles
@@ -185,25 +190,20 @@ def test_wrong_argument_on_one_rank_ends_the_job():
     refused(ConfigError, ["delay is 2", "allowed are 0", "1 (One-step"], train)
 
 
-@pytest.mark.parametrize("layers", [1, 2], ids=["units", "layers"])
-def test_unequal_networks_end_the_job_before_training(layers):
+def test_unequal_networks_end_the_job_before_training():
     def train():
         import mxnet as mx
 
         rank = int(os.environ["ODSGD_LOCAL_RANK"])
-        net = mx.gluon.nn.Sequential()
-        for _ in range(1 + rank * (layers - 1)):
-            net.add(mx.gluon.nn.Dense(3 + rank * (2 - layers), in_units=3))
-        net.initialize(mx.init.One())
+        net = mx.gluon.nn.Dense(3 + rank, in_units=3, use_bias=False)
+        net.initialize()
         trainer = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_odsgd")
         with mx.autograd.record():
             loss = net(mx.nd.ones((4, 3))).sum()
         loss.backward()
         trainer.step(4)
 
-    parts = ["rank 0: first step", "rank 1: broadcast", "Every rank must make the same"]
-    if layers == 1:
-        parts = ["rank 0: 0 (3,)", "rank 1: 0 (4,)", "with the same shapes"]
+    parts = ["rank 0: 0 (3, 3)", "rank 1: 0 (4, 3)", "with the same shapes"]
     refused(MismatchError, parts, train)
 
 
@@ -254,15 +254,24 @@ def create_only():
 
 
 def test_stock_servers_are_refused():
-    parts = ["Server 0 does not run", "stock MXNet server", "gradient sums",
-             "'python -m odsgd_kvstore.server'", "without --stock-servers"]
+    parts = [
+        "Server 0 does not run",
+        "stock MXNet server",
+        "gradient sums",
+        "'python -m odsgd_kvstore.server'",
+        "without --stock-servers",
+    ]
     refused(HandshakeError, parts, create_only, stock_servers=True)
 
 
 def test_server_without_the_package_is_named(monkeypatch):
     argv = (sys.executable, "-I", "-c", "import mxnet")  # Reads no PYTHONPATH.
     altered(monkeypatch, "server 1", argv=argv)
-    parts = ["Server 1 does not run", "package cannot be imported there", "odsgd-launch"]
+    parts = [
+        "Server 1 does not run",
+        "package cannot be imported there",
+        "odsgd-launch",
+    ]
     refused(HandshakeError, parts, create_only, num_servers=2)
 
 
@@ -293,15 +302,35 @@ def test_script_of_dist_sync_on_our_servers_ends_naming_the_option(tmp_path):
         "kv.push(0, mx.nd.ones(2))\n"
         "kv.pull(0, out=mx.nd.zeros(2))\n"
     )
-    command = [sys.executable, "-m", "odsgd_kvstore.launch", "-n", "1", "-s", "1",
-               "--timeout", "60", sys.executable, str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "odsgd_kvstore.launch",
+        "-n",
+        "1",
+        "-s",
+        "1",
+        "--timeout",
+        "60",
+        sys.executable,
+        str(script),
+    ]
     done = subprocess.run(
-        command, cwd=str(ROOT), capture_output=True, text=True, timeout=LIMIT_S
+        command,
+        cwd=str(ROOT),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
     )
     assert done.returncode == 1, done
     assert re.search(r"server 0 \(pid \d+\) failed with exit code 1", done.stderr)
-    for part in ("without this package's seal", "'odsgd-launch --stock-servers'",
-                 "'import odsgd_kvstore'", "'python -m odsgd_kvstore SCRIPT'"):
+    for part in (
+        "without this package's seal",
+        "'odsgd-launch --stock-servers'",
+        "'import odsgd_kvstore'",
+        "'python -m odsgd_kvstore SCRIPT'",
+    ):
         assert part in done.stderr
 
 
@@ -329,10 +358,18 @@ def fail_on_the_server(folder):
 def test_failing_optimizer_reaches_every_rank_and_ends_the_job(tmp_path, monkeypatch):
     (tmp_path / "failing_optimizer.py").write_text(FAILING)
     monkeypatch.syspath_prepend(str(tmp_path))
-    parts = ["server 0: ValueError: it fails at update 3", "Traceback",
-             "failing_optimizer.py", "in update_multi_precision"]
-    refused(ServerError, parts, lambda: fail_on_the_server(str(tmp_path)),
-            env={"PYTHONPATH": str(tmp_path), "ODSGD_LOCAL_OPTIMIZER": "none"})
+    parts = [
+        "server 0: ValueError: it fails at update 3",
+        "Traceback",
+        "failing_optimizer.py",
+        "in update_multi_precision",
+    ]
+    refused(
+        ServerError,
+        parts,
+        lambda: fail_on_the_server(str(tmp_path)),
+        env={"PYTHONPATH": str(tmp_path), "ODSGD_LOCAL_OPTIMIZER": "none"},
+    )
     for rank in range(2):
         text = (tmp_path / str(rank)).read_text()
         # 1 - 0.25 * 2 twice; nothing was updated after that.

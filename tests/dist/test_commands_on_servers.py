@@ -1,4 +1,5 @@
 """Commands to real servers: what is refused, and from which step on they hold."""
+
 import dataclasses
 import os
 

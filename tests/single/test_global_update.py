@@ -1,4 +1,5 @@
 """The servers' update on arrays: versions that hold from a step, offsets, slots."""
+
 import mxnet as mx
 import numpy as np
 import pytest
@@ -154,7 +155,11 @@ def test_keys_one_step_apart_get_the_schedule_s_value_of_their_step():
     keys = Keys(opt.SGD(lr_scheduler=schedule, learning_rate=1.0), 0, 1)
     # FactorScheduler(step=1): 1 at update 1, then half at each.
     assert [keys.push(0), keys.push(0), keys.push(1), keys.push(0), keys.push(1)] == [
-        -1.0, -0.5, -1.0, -0.25, -0.5,
+        -1.0,
+        -0.5,
+        -1.0,
+        -0.25,
+        -0.5,
     ]
 
 
@@ -207,6 +212,7 @@ def test_flatten_goes_through_any_nesting():
         (opt.SGLD(), 1, ["SGLD", "random", "dist_sync"]),
         (opt.DCASGD(momentum=0.9), 1, ["DCASGD", "momentum", "dist_sync"]),
         (opt.Nadam(), 2, ["Nadam", "2 servers", "use 1 server"]),
+        (opt.create("groupadagrad"), 1, ["GroupAdaGrad", "rows", "dist_sync"]),
         ("sgd", 1, ["'sgd'", "mxnet.optimizer.Optimizer"]),
     ],
 )
@@ -217,7 +223,9 @@ def test_optimizer_that_would_train_wrongly_is_refused(optimizer, servers, parts
     assert not missing, f"{missing} not in: {caught.value}"
 
 
-@pytest.mark.parametrize("name", sorted(set(opt.Optimizer.opt_registry) - {"sgld"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(opt.Optimizer.opt_registry) - {"sgld", "groupadagrad"})
+)
 def test_every_other_optimizer_is_allowed(name):
     check_optimizer(opt.create(name), Config(), 1)
 

@@ -1,4 +1,5 @@
 """The worker's rules on arrays, against numpy; no store, no step of a trainer."""
+
 import mxnet as mx
 import numpy as np
 import pytest
@@ -59,9 +60,13 @@ def mirrored(settings, seed=0, lr_mult=1, wd_mult=1):
     optimizer.set_wd_mult({0: wd_mult})
     rule = make("mirror", optimizer)
     wanted = sgd(
-        weight.astype(np.float64), weight.astype(np.float64) - previous, gradient,
-        settings["learning_rate"] * lr_mult, settings.get("wd", 0) * wd_mult,
-        settings.get("momentum", 0), settings.get("clip_gradient"),
+        weight.astype(np.float64),
+        weight.astype(np.float64) - previous,
+        gradient,
+        settings["learning_rate"] * lr_mult,
+        settings.get("wd", 0) * wd_mult,
+        settings.get("momentum", 0),
+        settings.get("clip_gradient"),
     )
     return updated(rule, weight, previous, gradient), wanted
 
@@ -142,16 +147,20 @@ def test_named_optimizer_has_no_momentum_unless_given():
     optimizer = opt.SGD(learning_rate=0.2, momentum=0.9, wd=0.01)
     rule = make("sgd", optimizer)
     for _ in range(3):  # Without momentum it is the same each time.
-        close(updated(rule, draw(0), draw(1), draw(2)),
-              sgd(draw(0), 0, draw(2), 0.2, 0.01, 0, None))
+        close(
+            updated(rule, draw(0), draw(1), draw(2)),
+            sgd(draw(0), 0, draw(2), 0.2, 0.01, 0, None),
+        )
 
 
 def test_named_optimizer_follows_what_is_not_given():
     optimizer = opt.SGD(learning_rate=0.2, wd=0.01, clip_gradient=0.1)
     rule = make("sgd", optimizer)
     rule.follow({"lr": 0.4, "wd": 0.02, "clip_gradient": 0.05}, 2)
-    close(updated(rule, draw(0), draw(1), draw(2)),
-          sgd(draw(0), 0, draw(2), 0.4, 0.02, 0, 0.05))
+    close(
+        updated(rule, draw(0), draw(1), draw(2)),
+        sgd(draw(0), 0, draw(2), 0.4, 0.02, 0, 0.05),
+    )
 
 
 def test_named_optimizer_keeps_what_is_given():
@@ -166,15 +175,19 @@ def test_named_optimizer_follows_the_schedule():
     rule = make("sgd", opt.SGD(lr_scheduler=schedule, learning_rate=0.2))
     for step, lr in ((1, 0.2), (2, 0.2), (3, 0.02), (4, 0.02), (5, 0.002)):
         rule.follow({}, step)
-        close(updated(rule, draw(0), draw(1), draw(2)),
-              sgd(draw(0), 0, draw(2), lr, 0, 0, None))
+        close(
+            updated(rule, draw(0), draw(1), draw(2)),
+            sgd(draw(0), 0, draw(2), lr, 0, 0, None),
+        )
 
 
 def test_mirror_follows_a_change_at_its_step():
     rule = make("mirror", opt.SGD(learning_rate=0.2, momentum=0.5))
     rule.follow({"lr": 0.05, "momentum": 0.25}, 2)
-    close(updated(rule, draw(0), draw(1), draw(2)),
-          sgd(draw(0), draw(0) - draw(1), draw(2), 0.05, 0, 0.25, None))
+    close(
+        updated(rule, draw(0), draw(1), draw(2)),
+        sgd(draw(0), draw(0) - draw(1), draw(2), 0.05, 0, 0.25, None),
+    )
 
 
 @pytest.mark.parametrize("rule", ["mirror", "replica", "none", "sgd", "adam"])
@@ -194,8 +207,12 @@ def test_auto_is_mirror_for_exactly_sgd():
         for kind in (opt.SGD, opt.ccSGD, own, opt.NAG, opt.Adam, opt.RMSProp)
     }
     assert chosen == {
-        "SGD": "mirror", "ccSGD": "mirror", "Own": "replica", "NAG": "replica",
-        "Adam": "replica", "RMSProp": "replica",
+        "SGD": "mirror",
+        "ccSGD": "mirror",
+        "Own": "replica",
+        "NAG": "replica",
+        "Adam": "replica",
+        "RMSProp": "replica",
     }
 
 
@@ -210,7 +227,12 @@ def test_names_are_taken_in_any_case(rule):
     [
         ("mirror", opt.NAG(), NotSupportedYet, ["'mirror' for NAG", "'auto'"]),
         ("mirror", opt.Adam(), NotSupportedYet, ["'mirror' for Adam", "'replica'"]),
-        ("mirror", opt.RMSProp(), ConfigError, ["'mirror'", "RMSProp", "SGD", "'auto'"]),
+        (
+            "mirror",
+            opt.RMSProp(),
+            ConfigError,
+            ["'mirror'", "RMSProp", "SGD", "'auto'"],
+        ),
         ("dcsgd", opt.SGD(), NotSupportedYet, ["'dcsgd'", "'auto' or 'sgd'"]),
         ("sdg", opt.SGD(), ConfigError, ["'sdg'", "'mirror'", "'none'", "adam", "sgd"]),
     ],

@@ -1,4 +1,5 @@
 """The store in one process: the same code for both updates, checked by value."""
+
 import logging
 import warnings
 
@@ -29,7 +30,9 @@ def own_connection(monkeypatch):
 def network():
     """A small network with the same weights each time."""
     net = gluon.nn.Sequential()
-    net.add(gluon.nn.Dense(5, in_units=6, activation="relu"), gluon.nn.Dense(3, in_units=5))
+    net.add(
+        gluon.nn.Dense(5, in_units=6, activation="relu"), gluon.nn.Dense(3, in_units=5)
+    )
     net.initialize()
     for i, param in enumerate(net.collect_params().values()):
         values = np.random.RandomState(i).randn(*param.shape)
@@ -75,8 +78,12 @@ def store(**settings):
 
 
 @pytest.mark.parametrize(
-    "name, kind", [("dist_odsgd", "dist_odsgd_sync"), ("Dist_ODSGD", "dist_odsgd_sync"),
-                   ("dist_device_odsgd", "dist_device_odsgd_sync")],
+    "name, kind",
+    [
+        ("dist_odsgd", "dist_odsgd_sync"),
+        ("Dist_ODSGD", "dist_odsgd_sync"),
+        ("dist_device_odsgd", "dist_device_odsgd_sync"),
+    ],
 )
 def test_created_store_is_a_kvstore_of_a_synchronous_distributed_type(name, kind):
     made = mx.kv.create(name)
@@ -152,8 +159,13 @@ def test_module_trains(monkeypatch):
     batches = mx.io.NDArrayIter(DATA, np.arange(8) % 3, batch_size=4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Module's own.
-        module.fit(batches, num_epoch=20, kvstore="dist_odsgd", optimizer="sgd",
-                   optimizer_params={"learning_rate": 0.5, "momentum": 0.9})
+        module.fit(
+            batches,
+            num_epoch=20,
+            kvstore="dist_odsgd",
+            optimizer="sgd",
+            optimizer_params={"learning_rate": 0.5, "momentum": 0.9},
+        )
     batches.reset()
     assert dict(module.score(batches, "acc"))["accuracy"] == 1.0
 
@@ -202,7 +214,10 @@ def test_stores_have_keys_and_optimizers_of_their_own():
 def test_global_weights_are_there_inside_and_local_ones_after():
     net = network()
     trainer = odsgd_kvstore.Trainer(
-        net.collect_params(), "sgd", {"learning_rate": 0.05}, warmup_steps=0,
+        net.collect_params(),
+        "sgd",
+        {"learning_rate": 0.05},
+        warmup_steps=0,
         local_optimizer="none",
     )
     train(net, trainer, 3)
@@ -241,11 +256,15 @@ def test_failure_of_the_servers_part_is_raised_with_its_traceback(capsys):
 
 def test_momentum_switched_on_in_training_is_refused():
     net = network()
-    trainer = odsgd_kvstore.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05})
+    trainer = odsgd_kvstore.Trainer(
+        net.collect_params(), "sgd", {"learning_rate": 0.05}
+    )
     train(net, trainer, 2)
     trainer._optimizer.momentum = 0.9
     before = weights(net)
-    with pytest.raises(ConfigError, match="momentum was changed from 0 to 0.9.*Start with"):
+    with pytest.raises(
+        ConfigError, match="momentum was changed from 0 to 0.9.*Start with"
+    ):
         train(net, trainer, 1)
     same(weights(net), before)
 
@@ -258,23 +277,65 @@ def test_second_optimizer_is_refused():
 @pytest.mark.parametrize(
     "call, kind, parts",
     [
-        (lambda s: s.pull("zz", out=nd.zeros(2)), ConfigError, ["'zz'", "0", "broadcast"]),
+        (
+            lambda s: s.pull("zz", out=nd.zeros(2)),
+            ConfigError,
+            ["'zz'", "0", "broadcast"],
+        ),
         (lambda s: s.pushpull(9, nd.ones(2), out=nd.ones(2)), ConfigError, ["Key 9"]),
-        (lambda s: s.init(0, nd.ones(2)), ConfigError, ["Key 0 was initialised before"]),
-        (lambda s: s.push(0, nd.ones(2)), NotSupportedYet, ["push without pull", "key 0"]),
-        (lambda s: s.pushpull(0, nd.ones(2)), ConfigError, ["without out", "UPDATE_ON"]),
-        (lambda s: s.init(1, nd.ones(2, dtype="int32")), ConfigError, ["int32", "Cast it"]),
+        (
+            lambda s: s.init(0, nd.ones(2)),
+            ConfigError,
+            ["Key 0 was initialised before"],
+        ),
+        (
+            lambda s: s.push(0, nd.ones(2)),
+            NotSupportedYet,
+            ["push without pull", "key 0"],
+        ),
+        (
+            lambda s: s.pushpull(0, nd.ones(2)),
+            ConfigError,
+            ["without out", "UPDATE_ON"],
+        ),
+        (
+            lambda s: s.init(1, nd.ones(2, dtype="int32")),
+            ConfigError,
+            ["int32", "Cast it"],
+        ),
         (lambda s: s.init([1, 2], [nd.ones(2)]), ConfigError, ["2 keys", "1 values"]),
         (lambda s: s.init(True, nd.ones(2)), ConfigError, ["True is a bool"]),
         (lambda s: s._set_updater(None), NotSupportedYet, ["set_optimizer"]),
-        (lambda s: s._send_command_to_servers(0, ""), NotSupportedYet, ["own commands"]),
-        (lambda s: s.save_optimizer_states("f"), NotSupportedYet, ["not supported yet"]),
-        (lambda s: s.load_optimizer_states("f"), NotSupportedYet, ["not supported yet"]),
-        (lambda s: s.set_gradient_compression({"type": "2bit"}), NotSupportedYet, ["2bit"]),
-        (lambda s: s.pushpull(0, nd.ones((3, 5)), out=nd.ones(2)), ConfigError,
-         ["0", "(3, 5)", "(2,)"]),
-        (lambda s: s.pushpull(0, nd.ones(2), out=nd.ones(3)), ConfigError,
-         ["0", "(3,)", "(2,)"]),
+        (
+            lambda s: s._send_command_to_servers(0, ""),
+            NotSupportedYet,
+            ["own commands"],
+        ),
+        (
+            lambda s: s.save_optimizer_states("f"),
+            NotSupportedYet,
+            ["not supported yet"],
+        ),
+        (
+            lambda s: s.load_optimizer_states("f"),
+            NotSupportedYet,
+            ["not supported yet"],
+        ),
+        (
+            lambda s: s.set_gradient_compression({"type": "2bit"}),
+            NotSupportedYet,
+            ["2bit"],
+        ),
+        (
+            lambda s: s.pushpull(0, nd.ones((3, 5)), out=nd.ones(2)),
+            ConfigError,
+            ["0", "(3, 5)", "(2,)"],
+        ),
+        (
+            lambda s: s.pushpull(0, nd.ones(2), out=nd.ones(3)),
+            ConfigError,
+            ["0", "(3,)", "(2,)"],
+        ),
     ],
 )
 def test_wrong_use_of_a_store_is_refused_and_it_works_on(call, kind, parts):

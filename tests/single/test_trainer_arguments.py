@@ -1,4 +1,5 @@
 """Arguments of our Trainer, of gluon's and of Module: refused before any training."""
+
 import subprocess
 import sys
 import warnings
@@ -62,12 +63,19 @@ def step(net, made):
     [
         ({"local_optimizer": "sdg"}, ["'sdg'", "'mirror'", "adam, "]),
         ({"local_optimizer": 3}, ["local_optimizer is 3", "'auto'"]),
-        ({"local_optimizer": "none", "local_optimizer_params": {"wd": 1}},
-         ["'none'", "{'wd': 1}", "takes none"]),
+        (
+            {"local_optimizer": "none", "local_optimizer_params": {"wd": 1}},
+            ["'none'", "{'wd': 1}", "takes none"],
+        ),
         ({"local_optimizer_params": {"wd": 1}}, ["'auto'", "{'wd': 1}", "takes none"]),
-        ({"local_optimizer": "sgd", "local_optimizer_params": {"beta1": 1}},
-         ["'sgd'", "beta1", "mxnet.optimizer"]),
-        ({"local_optimizer": "sgd", "local_optimizer_params": 0.1}, ["is 0.1", "a dict"]),
+        (
+            {"local_optimizer": "sgd", "local_optimizer_params": {"beta1": 1}},
+            ["'sgd'", "beta1", "mxnet.optimizer"],
+        ),
+        (
+            {"local_optimizer": "sgd", "local_optimizer_params": 0.1},
+            ["is 0.1", "a dict"],
+        ),
         ({"warmup_steps": -1}, ["warmup_steps is -1", "whole number", "0 or more"]),
         ({"warmup_steps": 1.5}, ["warmup_steps is 1.5", "whole number"]),
         ({"warmup_steps": True}, ["warmup_steps is True", "whole number"]),
@@ -80,7 +88,10 @@ def step(net, made):
         ({"kvstore": None}, ["kvstore is None", "'dist_odsgd'", "gluon.Trainer"]),
         ({"optimizer": "sgld"}, ["SGLD", "random", "dist_sync"]),
         ({"optimizer": opt.DCASGD(momentum=0.9)}, ["DCASGD", "momentum"]),
-        ({"optimizer": "rmsprop", "local_optimizer": "mirror"}, ["'mirror'", "RMSProp"]),
+        (
+            {"optimizer": "rmsprop", "local_optimizer": "mirror"},
+            ["'mirror'", "RMSProp"],
+        ),
     ],
 )
 def test_wrong_argument_is_refused_at_construction(settings, parts):
@@ -90,7 +101,10 @@ def test_wrong_argument_is_refused_at_construction(settings, parts):
 @pytest.mark.parametrize(
     "settings, parts",
     [
-        ({"compression_params": {"type": "2bit"}}, ["compression", "2bit", "Leave it out"]),
+        (
+            {"compression_params": {"type": "2bit"}},
+            ["compression", "2bit", "Leave it out"],
+        ),
         ({"local_optimizer": "dcsgd"}, ["'dcsgd'", "'auto' or 'sgd'"]),
         ({"optimizer": "nag", "local_optimizer": "mirror"}, ["'mirror' for NAG"]),
     ],
@@ -122,35 +136,57 @@ def test_parameter_of_another_type_is_refused_at_construction(dtype):
     kind = NotSupportedYet if dtype == "float16" else ConfigError
     param = gluon.Parameter("odd_weight", shape=(2,), dtype=dtype)
     param.initialize(mx.init.One())
-    refused(["odd_weight", dtype, "allowed is float32"], odsgd_kvstore.Trainer, [param],
-            "sgd", kind=kind)
+    refused(
+        ["odd_weight", dtype, "allowed is float32"],
+        odsgd_kvstore.Trainer,
+        [param],
+        "sgd",
+        kind=kind,
+    )
 
 
 def test_row_sparse_weight_is_refused_at_construction():
     param = gluon.Parameter("table", shape=(9, 2), stype="row_sparse")
     param.initialize()
-    refused(["table", "row_sparse", "dense", "dist_sync"], odsgd_kvstore.Trainer,
-            [param], "sgd", kind=NotSupportedYet)
+    refused(
+        ["table", "row_sparse", "dense", "dist_sync"],
+        odsgd_kvstore.Trainer,
+        [param],
+        "sgd",
+        kind=NotSupportedYet,
+    )
 
 
 def test_row_sparse_gradient_is_refused_at_construction():
     net = gluon.nn.Embedding(9, 2, sparse_grad=True)
     net.initialize()
-    refused([net.weight.name, "row_sparse gradients", "sparse_grad=False", "dist_sync"],
-            odsgd_kvstore.Trainer, net.collect_params(), "sgd", kind=NotSupportedYet)
+    refused(
+        [net.weight.name, "row_sparse gradients", "sparse_grad=False", "dist_sync"],
+        odsgd_kvstore.Trainer,
+        net.collect_params(),
+        "sgd",
+        kind=NotSupportedYet,
+    )
 
 
 def test_controls_beside_a_store_are_refused():
     store = odsgd_kvstore.ODSGDStore(Config(warmup_steps=3))
-    refused(["warmup_steps, delay", "its own settings", "'dist_odsgd'"], trainer,
-            kvstore=store, delay=0, warmup_steps=4, local_optimizer=None)
+    refused(
+        ["warmup_steps, delay", "its own settings", "'dist_odsgd'"],
+        trainer,
+        kvstore=store,
+        delay=0,
+        warmup_steps=4,
+        local_optimizer=None,
+    )
     assert trainer(kvstore=store)._config.warmup_steps == 3
 
 
 def test_optimizer_of_the_script_itself_is_refused_with_a_remedy():
     kind = type("Mine", (opt.SGD,), {"__module__": "__main__"})
-    refused(["Mine", "__main__", "Move the class into a module"], trainer,
-            optimizer=kind())
+    refused(
+        ["Mine", "__main__", "Move the class into a module"], trainer, optimizer=kind()
+    )
 
 
 def test_script_with_its_own_optimizer_ends_with_the_remedy(tmp_path):
@@ -163,7 +199,12 @@ def test_script_with_its_own_optimizer_ends_with_the_remedy(tmp_path):
     )
     command = [sys.executable, "-m", "odsgd_kvstore", str(script)]
     done = subprocess.run(
-        command, cwd=str(ROOT), capture_output=True, text=True, timeout=120
+        command,
+        cwd=str(ROOT),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 1
     assert "ConfigError: Mine is defined in the script itself" in done.stderr
@@ -171,20 +212,29 @@ def test_script_with_its_own_optimizer_ends_with_the_remedy(tmp_path):
 
 @pytest.mark.parametrize(
     "name, args",
-    [("save_states", ["f"]), ("load_states", ["f"]), ("allreduce", [1.0]),
-     ("sync_aux", []), ("join", [])],
+    [
+        ("save_states", ["f"]),
+        ("load_states", ["f"]),
+        ("allreduce", [1.0]),
+        ("sync_aux", []),
+        ("join", []),
+    ],
 )
 def test_planned_method_is_refused_by_name(name, args, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = trainer()
-    refused([f"Trainer.{name}", "not supported yet"], getattr(made, name), *args,
-            kind=NotSupportedYet)
+    refused(
+        [f"Trainer.{name}", "not supported yet"],
+        getattr(made, name),
+        *args,
+        kind=NotSupportedYet,
+    )
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    "name, args, remedy", [("allreduce_grads", [], "clip_gradient"),
-                           ("update", [4], "Call step")],
+    "name, args, remedy",
+    [("allreduce_grads", [], "clip_gradient"), ("update", [4], "Call step")],
 )
 def test_step_in_two_halves_is_refused_with_a_remedy(name, args, remedy):
     refused([f"{name} is not possible", remedy], getattr(trainer(), name), *args)
@@ -263,7 +313,9 @@ def test_module_refuses_updates_on_workers(monkeypatch):
     batches = mx.io.NDArrayIter(np.ones((4, 3), np.float32), np.zeros(4), batch_size=4)
     with warnings.catch_warnings(), pytest.raises(ConfigError) as caught:
         warnings.simplefilter("ignore")  # Module's own.
-        module.fit(batches, num_epoch=1, kvstore="dist_odsgd", initializer=mx.init.One())
+        module.fit(
+            batches, num_epoch=1, kvstore="dist_odsgd", initializer=mx.init.One()
+        )
     assert "on the servers" in str(caught.value)
     assert "unset MXNET_UPDATE_ON_KVSTORE" in str(caught.value)
     assert np.all(module.get_params()[0]["fc_weight"].asnumpy() == 1)

@@ -1,4 +1,5 @@
 """Sealed messages, and optimizers and schedules that come out equal."""
+
 import base64
 import collections
 import json
@@ -151,8 +152,13 @@ def test_earlier_start_is_refused():
 @pytest.mark.parametrize(
     "text",
     [
-        "", "hello", commands._HEAD, commands._TAIL, pickle.dumps(1, 0).decode(),
-        pickle.dumps(mx.optimizer.SGD(), 0).decode(), "cos\nsystem\n(Vtrue\ntR.",
+        "",
+        "hello",
+        commands._HEAD,
+        commands._TAIL,
+        pickle.dumps(1, 0).decode(),
+        pickle.dumps(mx.optimizer.SGD(), 0).decode(),
+        "cos\nsystem\n(Vtrue\ntR.",
     ],
 )
 def test_foreign_command_is_refused_and_not_unpickled(text, monkeypatch):
@@ -166,8 +172,19 @@ def test_overlapping_head_and_tail_are_refused():
 
 
 @pytest.mark.parametrize(
-    "outer", [{}, [], 3, None, "x", {"text": "{}"}, {"seal": ""}, {"text": 3, "seal": ""},
-              {"text": "[", "seal": ""}, {"text": "[]", "seal": 3}],
+    "outer",
+    [
+        {},
+        [],
+        3,
+        None,
+        "x",
+        {"text": "{}"},
+        {"seal": ""},
+        {"text": 3, "seal": ""},
+        {"text": "[", "seal": ""},
+        {"text": "[]", "seal": 3},
+    ],
 )
 @pytest.mark.parametrize("key", [KEY, b""])
 def test_malformed_inside_is_refused(outer, key):
@@ -182,7 +199,9 @@ def test_inside_that_is_not_base64_is_refused(inside):
 def attributes(thing):
     """What an optimizer or schedule is on a server."""
     skip = commands._WORKER_ONLY
-    return {k: v for k, v in vars(thing).items() if k not in skip and k != "lr_scheduler"}
+    return {
+        k: v for k, v in vars(thing).items() if k not in skip and k != "lr_scheduler"
+    }
 
 
 def through(thing, sealed=False):
@@ -218,7 +237,9 @@ def test_numpy_scalars_become_the_same_python_values():
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: type(s).__name__)
 def test_each_schedule_comes_out_equal(schedule):
-    there = through(optimizer.SGD(learning_rate=0.1, lr_scheduler=schedule)).lr_scheduler
+    there = through(
+        optimizer.SGD(learning_rate=0.1, lr_scheduler=schedule)
+    ).lr_scheduler
     assert type(there) is type(schedule)
     assert vars(there) == vars(schedule)
     assert [there(t) for t in range(1, 12)] == [schedule(t) for t in range(1, 12)]
@@ -262,7 +283,9 @@ def test_class_by_name_must_be_an_optimizer(name):
 
 def test_class_defined_in_the_script_is_refused_by_name():
     kind = type("Mine", (optimizer.SGD,), {"__module__": "__main__"})
-    with pytest.raises(ConfigError, match="Mine is defined in the script.*__main__.*Move"):
+    with pytest.raises(
+        ConfigError, match="Mine is defined in the script.*__main__.*Move"
+    ):
         commands.encode_optimizer(kind())
 
 
@@ -289,6 +312,8 @@ def test_what_json_would_change_is_pickled(value):
     assert "pickle" in encoded
     there = through(given, sealed=True).extra
     assert type(there) is type(value)
-    assert np.array_equal(there, value) if isinstance(value, np.ndarray) else (
-        there == value
+    assert (
+        np.array_equal(there, value)
+        if isinstance(value, np.ndarray)
+        else (there == value)
     )

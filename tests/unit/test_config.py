@@ -1,4 +1,5 @@
 """Settings and the DMLC_* description of a job: what is allowed, and the messages."""
+
 import os
 
 import pytest
@@ -77,8 +78,10 @@ def test_no_compression_is_allowed(empty):
 
 def test_each_variable_sets_its_setting():
     environ = {
-        "ODSGD_WARMUP_STEPS": "7", "ODSGD_LOCAL_OPTIMIZER": "sgd",
-        "ODSGD_LOCAL_LR": "0.25", "ODSGD_DELAY": "0",
+        "ODSGD_WARMUP_STEPS": "7",
+        "ODSGD_LOCAL_OPTIMIZER": "sgd",
+        "ODSGD_LOCAL_LR": "0.25",
+        "ODSGD_DELAY": "0",
     }
     wanted = Config("sgd", {"learning_rate": 0.25}, 7, 0, None)
     assert Config.from_environment(environ) == wanted
@@ -166,8 +169,13 @@ def test_unknown_role_is_refused(role):
 
 
 @pytest.mark.parametrize(
-    "variable", ["DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "DMLC_PS_ROOT_PORT",
-                 "MXNET_KVSTORE_BIGARRAY_BOUND"],
+    "variable",
+    [
+        "DMLC_NUM_WORKER",
+        "DMLC_NUM_SERVER",
+        "DMLC_PS_ROOT_PORT",
+        "MXNET_KVSTORE_BIGARRAY_BOUND",
+    ],
 )
 @pytest.mark.parametrize("value", ["0", "-3", "two", "1.5"])
 def test_malformed_number_is_named(variable, value):

@@ -1,4 +1,5 @@
 """Python, NumPy, MXNet and the role of a process, each wrong in turn."""
+
 import glob
 import importlib.util
 import os
@@ -17,7 +18,9 @@ LIMIT_S = 120
 OTHER_PYTHONS = sorted(
     path
     for version in ("3.6", "3.7", "3.13", "3.14")
-    for path in glob.glob(os.path.expanduser(f"~/.pyenv/versions/{version}.*/bin/python"))
+    for path in glob.glob(
+        os.path.expanduser(f"~/.pyenv/versions/{version}.*/bin/python")
+    )
 )
 
 
@@ -26,8 +29,13 @@ def run(*args, python=sys.executable, path=(), **env):
     env.setdefault("PATH", os.environ.get("PATH", os.defpath))
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *map(str, path)])
     done = subprocess.run(
-        [python, *args], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL, universal_newlines=True, timeout=LIMIT_S,
+        [python, *args],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=LIMIT_S,
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -66,22 +74,34 @@ def test_python_inside_the_range_is_allowed(monkeypatch, version):
 @pytest.mark.skipif(not OTHER_PYTHONS, reason="no Python out of the range in ~/.pyenv")
 @pytest.mark.parametrize("python", OTHER_PYTHONS)
 @pytest.mark.parametrize(
-    "args", [("-c", "import odsgd_kvstore"), ("-m", "odsgd_kvstore.launch", "--help"),
-             (str(ROOT / "scripts" / "launch.py"), "--help")],
+    "args",
+    [
+        ("-c", "import odsgd_kvstore"),
+        ("-m", "odsgd_kvstore.launch", "--help"),
+        (str(ROOT / "scripts" / "launch.py"), "--help"),
+    ],
 )
 def test_real_python_outside_the_range_gets_the_message(python, args):
-    failed(["EnvironmentNotSupported: This is Python 3.", "3.8 to 3.12"], *args,
-           python=python)
+    failed(
+        ["EnvironmentNotSupported: This is Python 3.", "3.8 to 3.12"],
+        *args,
+        python=python,
+    )
 
 
 def test_missing_mxnet_names_the_extras(only_click):
-    parts = ["EnvironmentNotSupported: MXNet is not installed", "odsgd-kvstore[cpu]",
-             "mxnet-cu112", "gluoncv, demo, test"]
+    parts = [
+        "EnvironmentNotSupported: MXNet is not installed",
+        "odsgd-kvstore[cpu]",
+        "mxnet-cu112",
+        "gluoncv, demo, test",
+    ]
     failed(parts, "-S", "-c", "import odsgd_kvstore", path=[only_click])
 
 
 @pytest.mark.parametrize(
-    "start", [("-m", "odsgd_kvstore.launch"), (str(ROOT / "scripts" / "launch.py"),)],
+    "start",
+    [("-m", "odsgd_kvstore.launch"), (str(ROOT / "scripts" / "launch.py"),)],
     ids=["module", "script"],
 )
 def test_launcher_works_without_mxnet(only_click, start):
@@ -93,7 +113,8 @@ def test_launcher_works_without_mxnet(only_click, start):
 
 
 @pytest.mark.parametrize(
-    "start", [("-m", "odsgd_kvstore.launch"), (str(ROOT / "scripts" / "launch.py"),)],
+    "start",
+    [("-m", "odsgd_kvstore.launch"), (str(ROOT / "scripts" / "launch.py"),)],
     ids=["module", "script"],
 )
 def test_launcher_without_mxnet_starts_nothing_and_says_why(only_click, start):
@@ -104,8 +125,11 @@ def test_launcher_without_mxnet_starts_nothing_and_says_why(only_click, start):
 def test_numpy_2_is_refused_before_mxnet_is_imported(tmp_path):
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").write_text("__version__ = '2.0.0'\n")
-    parts = ["EnvironmentNotSupported: This is NumPy 2.0.0", "'numpy<1.24'",
-             "'numpy>=1.26,<2'"]
+    parts = [
+        "EnvironmentNotSupported: This is NumPy 2.0.0",
+        "'numpy<1.24'",
+        "'numpy>=1.26,<2'",
+    ]
     failed(parts, "-c", "import odsgd_kvstore", path=[tmp_path])
 
 
@@ -129,8 +153,13 @@ def test_alias_that_mxnet_needs_is_made_where_it_is_missing(monkeypatch, has_ali
 
 @pytest.mark.parametrize(
     "role, has_mxnet, takes",
-    [("server", False, True), ("scheduler", False, True), ("worker", False, False),
-     (None, False, False), ("server", True, False)],
+    [
+        ("server", False, True),
+        ("scheduler", False, True),
+        ("worker", False, False),
+        (None, False, False),
+        ("server", True, False),
+    ],
 )
 def test_role_is_taken_only_before_mxnet(monkeypatch, role, has_mxnet, takes):
     if role:
@@ -148,30 +177,55 @@ def test_role_is_there_again_after_mxnet_was_imported():
 
 def test_unknown_role_is_refused_before_mxnet_takes_it():
     role = "foo"
-    job = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9", "DMLC_LOCAL": "1",
-           "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
+    job = {
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": "9",
+        "DMLC_LOCAL": "1",
+        "DMLC_NUM_WORKER": "1",
+        "DMLC_NUM_SERVER": "1",
+    }
     code = (
         "import signal; signal.alarm(20)\n"  # Without the check MXNet waits for ever.
         "import odsgd_kvstore"
     )
-    failed([f"DMLC_ROLE is {role!r}", "worker, server, scheduler", "odsgd-launch"],
-           "-c", code, DMLC_ROLE=role, **job)
+    failed(
+        [f"DMLC_ROLE is {role!r}", "worker, server, scheduler", "odsgd-launch"],
+        "-c",
+        code,
+        DMLC_ROLE=role,
+        **job,
+    )
 
 
 @pytest.mark.parametrize("role", ["server", "worker"])
 def test_missing_variables_end_a_role_with_their_names(role):
     code = "import odsgd_kvstore, mxnet; mxnet.kv.create('dist_odsgd')"
-    parts = ["ConfigError", "DMLC_PS_ROOT_URI", "DMLC_NUM_SERVER not set", "odsgd-launch"]
+    parts = [
+        "ConfigError",
+        "DMLC_PS_ROOT_URI",
+        "DMLC_NUM_SERVER not set",
+        "odsgd-launch",
+    ]
     failed(parts, "-c", code, DMLC_ROLE=role)
 
 
 @pytest.mark.parametrize("role", ["scheduler", "worker"])
 def test_malformed_variable_ends_a_role_with_its_name(role):
-    job = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9", "DMLC_LOCAL": "1",
-           "DMLC_NUM_WORKER": "two", "DMLC_NUM_SERVER": "1"}
+    job = {
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": "9",
+        "DMLC_LOCAL": "1",
+        "DMLC_NUM_WORKER": "two",
+        "DMLC_NUM_SERVER": "1",
+    }
     code = "import odsgd_kvstore, mxnet; mxnet.kv.create('dist_odsgd')"
-    failed(["ConfigError: DMLC_NUM_WORKER is 'two'", "whole number"], "-c", code,
-           DMLC_ROLE=role, **job)
+    failed(
+        ["ConfigError: DMLC_NUM_WORKER is 'two'", "whole number"],
+        "-c",
+        code,
+        DMLC_ROLE=role,
+        **job,
+    )
 
 
 def test_script_of_the_user_s_named_like_the_launcher_is_not_the_launcher(tmp_path):

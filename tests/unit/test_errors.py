@@ -1,4 +1,5 @@
 """The tree of exceptions: what is caught by whom, and that it travels."""
+
 import inspect
 import pickle
 

@@ -1,4 +1,5 @@
 """Modules import only modules above them, in one fixed order (`ast`, no import)."""
+
 import ast
 import subprocess
 import sys
@@ -10,13 +11,44 @@ PACKAGE = Path(__file__).absolute().parents[2] / "odsgd_kvstore"
 NAME = PACKAGE.name
 # From the top; nobody may import what comes below.
 ORDER = (
-    "errors", "_version", "environment", "config", "schedule", "process_exit",
-    "local_update", "global_update", "keys", "commands", "status", "server", "watchdog",
-    "transport", "native", "connection", "buffers", "hyper", "checks", "pipeline",
-    "kvstore", "assigned", "evaluation", "trainer", "registration", "testing",
+    "errors",
+    "_version",
+    "environment",
+    "config",
+    "schedule",
+    "process_exit",
+    "local_update",
+    "global_update",
+    "keys",
+    "commands",
+    "status",
+    "server",
+    "watchdog",
+    "transport",
+    "native",
+    "connection",
+    "buffers",
+    "hyper",
+    "checks",
+    "pipeline",
+    "kvstore",
+    "assigned",
+    "evaluation",
+    "trainer",
+    "registration",
+    "testing",
 )
-NO_MXNET = ("errors", "_version", "environment", "config", "schedule", "process_exit",
-            "keys", "watchdog", "testing")
+NO_MXNET = (
+    "errors",
+    "_version",
+    "environment",
+    "config",
+    "schedule",
+    "process_exit",
+    "keys",
+    "watchdog",
+    "testing",
+)
 ENDS = ("__init__", "__main__")  # Nobody imports these; they import what they need.
 
 
@@ -72,8 +104,10 @@ def test_module_imports_only_modules_above_it(name):
     allowed = set(ORDER[: ORDER.index(name)])
     if name == "testing":
         allowed |= set(LAUNCH) | {"testing"}  # As a script it imports itself.
-    assert own_imports(name) <= allowed | {"__init__"} if name == "testing" else (
-        own_imports(name) <= allowed
+    assert (
+        own_imports(name) <= allowed | {"__init__"}
+        if name == "testing"
+        else (own_imports(name) <= allowed)
     )
 
 
@@ -113,6 +147,10 @@ def test_launcher_leaves_mxnet_and_numpy_out():
     code += "finally: print(sorted({'mxnet', 'numpy'} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code.replace("; sys.argv", "\nsys.argv")],
-        cwd=str(PACKAGE.parent), capture_output=True, text=True, timeout=120,
+        cwd=str(PACKAGE.parent),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert (done.stdout.splitlines()[-1:], done.stderr) == (["[]"], "")

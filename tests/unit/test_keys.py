@@ -1,4 +1,5 @@
 """User keys and the choice of a server by the choice of a key."""
+
 import ctypes
 
 import pytest
@@ -12,7 +13,9 @@ LARGEST = 215329  # 215330 * 9973 does not fit into ps-lite's int.
 def ps_lite_server(key, num_servers):
     """`EncodeDefaultKey` in MXNet 1.9.1: int server = (key * 9973) % num_servers."""
     product = ctypes.c_int32(key * 9973).value
-    return int(ctypes.c_int32(int(product - num_servers * int(product / num_servers))).value)
+    return int(
+        ctypes.c_int32(int(product - num_servers * int(product / num_servers))).value
+    )
 
 
 @pytest.mark.parametrize("num_servers", [1, 2, 3, 5, 7, 16])
@@ -87,7 +90,9 @@ def test_user_keys_take_int_and_str_mixed_in_order():
 def test_duplicate_key_is_refused_and_leaves_the_first():
     keys = UserKeys()
     keys.add("w", 1)
-    with pytest.raises(ConfigError, match="'w' was initialised before.*Use another key"):
+    with pytest.raises(
+        ConfigError, match="'w' was initialised before.*Use another key"
+    ):
         keys.add("w", 2)
     assert keys["w"] == 1
 

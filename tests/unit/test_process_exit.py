@@ -1,4 +1,5 @@
 """How a worker that failed ends: at once, with its status, its output written."""
+
 import subprocess
 import sys
 
@@ -23,7 +24,11 @@ def run(code, *options):
     """Run code after `START`; (exit code, output, errors)."""
     done = subprocess.run(
         [sys.executable, *options, "-c", START + code],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -43,15 +48,27 @@ def test_hook_of_the_user_is_called_and_the_process_ends():
     hook = "sys.excepthook = lambda *_: print('mine')\n"
     done = subprocess.run(
         [sys.executable, "-c", "import sys\n" + hook + START + "1 / 0"],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
     )
     assert (done.returncode, done.stdout) == (1, "mine\n")
 
 
 STATUS = [
-    ("sys.exit(3)", 3), ("exit(4)", 4), ("quit(5)", 5), ("sys.exit('why')", 1),
-    ("sys.exit()", 0), ("sys.exit(0)", 0), ("sys.exit(None)", 0), ("sys.exit([])", 1),
-    ("sys.exit(256 + 7)", 7), ("sys.exit(-1)", 255), ("sys.exit(True)", 1),
+    ("sys.exit(3)", 3),
+    ("exit(4)", 4),
+    ("quit(5)", 5),
+    ("sys.exit('why')", 1),
+    ("sys.exit()", 0),
+    ("sys.exit(0)", 0),
+    ("sys.exit(None)", 0),
+    ("sys.exit([])", 1),
+    ("sys.exit(256 + 7)", 7),
+    ("sys.exit(-1)", 255),
+    ("sys.exit(True)", 1),
 ]
 
 
@@ -77,7 +94,11 @@ def test_interactive_python_is_left_alone():
     text += "before = sys.exit, sys.excepthook\nsys.ps1 = '> '\n"
     text += "process_exit.install()\nprint((sys.exit, sys.excepthook) == before)"
     done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", text],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 

@@ -1,4 +1,5 @@
 """What users type stays: names, signatures, and a docstring on everything public."""
+
 import ast
 import inspect
 import re
@@ -12,8 +13,13 @@ from odsgd_kvstore import testing
 
 PACKAGE = Path(odsgd_kvstore.__file__).parent
 NAMES = [
-    "ODSGDStore", "Trainer", "__version__", "global_weights", "is_active",
-    "module_checkpoint", "synchronize",
+    "ODSGDStore",
+    "Trainer",
+    "__version__",
+    "global_weights",
+    "is_active",
+    "module_checkpoint",
+    "synchronize",
 ]
 TRAINER = (
     "self, params, optimizer, optimizer_params=None, kvstore='dist_odsgd', *, "
@@ -69,7 +75,11 @@ def test_signature_is_as_designed(function):
 
 def test_defaults_are_as_designed():
     config = odsgd_kvstore.config.Config()
-    assert (config.local_optimizer, config.warmup_steps, config.delay) == ("auto", 200, 1)
+    assert (config.local_optimizer, config.warmup_steps, config.delay) == (
+        "auto",
+        200,
+        1,
+    )
 
 
 def test_version_is_one_of_pep_440():
@@ -111,7 +121,9 @@ def documented():
 
 DOCUMENTED = dict(documented())
 # These are called by MXNet, Python or the module's own base class, which documents them.
-INHERITED = re.compile(r"(\.Native|\.Standalone|\.MirrorSGD|\.Replica|\.NamedOptimizer)\.")
+INHERITED = re.compile(
+    r"(\.Native|\.Standalone|\.MirrorSGD|\.Replica|\.NamedOptimizer)\."
+)
 
 
 def own(name):
@@ -150,8 +162,11 @@ def entry_points():
 
 def section(text, title):
     """The text of a NumPy-style section, '' if there is none."""
-    match = re.search(rf"^{title}\n-{{{len(title)}}}\n(.*?)(?=^\w[\w ]*\n---|\Z)", text,
-                      re.M | re.S)
+    match = re.search(
+        rf"^{title}\n-{{{len(title)}}}\n(.*?)(?=^\w[\w ]*\n---|\Z)",
+        text,
+        re.MULTILINE | re.DOTALL,
+    )
     return match.group(1) if match else ""
 
 
@@ -161,8 +176,11 @@ def test_parameters_section_names_real_parameters_in_order(name):
     text = section(ast.get_docstring(node) or "", "Parameters")
     if not text:
         return
-    given = [p.strip() for line in re.findall(r"^(\S[^:\n]*)(?: :|$)", text, re.M)
-             for p in line.split(",")]
+    given = [
+        p.strip()
+        for line in re.findall(r"^(\S[^:\n]*)(?: :|$)", text, re.MULTILINE)
+        for p in line.split(",")
+    ]
     known = parameters(node)
     known += [f"**{node.args.kwarg.arg}"] if node.args.kwarg else []
     known += [f"*{node.args.vararg.arg}"] if node.args.vararg else []
@@ -175,7 +193,7 @@ def test_what_users_call_describes_its_parameters(name):
     text = ast.get_docstring(DOCUMENTED[name])
     described = section(text, "Parameters")
     for parameter in parameters(DOCUMENTED[name]):
-        named = re.search(rf"^(.*, )?\*{{0,2}}{parameter}\b.*", described, re.M)
+        named = re.search(rf"^(.*, )?\*{{0,2}}{parameter}\b.*", described, re.MULTILINE)
         assert named or f"`{parameter}`" in text, f"{name} does not say {parameter}"
 
 
@@ -183,7 +201,7 @@ def test_what_users_call_describes_its_parameters(name):
 def test_class_describes_the_parameters_of_its_constructor(kind):
     text = section(inspect.getdoc(kind), "Parameters")
     for parameter in list(inspect.signature(kind).parameters):
-        assert re.search(rf"^{parameter} : \S", text, re.M), parameter
+        assert re.search(rf"^{parameter} : \S", text, re.MULTILINE), parameter
 
 
 @pytest.mark.parametrize("kind", [odsgd_kvstore.Trainer, odsgd_kvstore.ODSGDStore])

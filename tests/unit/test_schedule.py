@@ -1,4 +1,5 @@
 """Warm-up and staleness by number of the update."""
+
 import pytest
 
 from odsgd_kvstore.schedule import Schedule

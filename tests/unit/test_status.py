@@ -1,4 +1,5 @@
 """A server's status as float32 numbers."""
+
 import numpy as np
 import pytest
 
@@ -79,7 +80,9 @@ def test_another_protocol_is_read_as_it_is():
 
 
 def test_no_error_is_the_empty_text():
-    assert status.decode(status.encode(Status(NONCE), 31)) == Status(NONCE, "", PROTOCOL)
+    assert status.decode(status.encode(Status(NONCE), 31)) == Status(
+        NONCE, "", PROTOCOL
+    )
 
 
 @pytest.mark.parametrize(
