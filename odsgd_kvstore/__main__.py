@@ -11,7 +11,7 @@ import runpy
 import sys
 from typing import NoReturn
 
-from .process_exit import end_now
+from .process_exit import end_now, status_of
 
 _USAGE = (
     "usage: python -m odsgd_kvstore SCRIPT [ARGS...]\n\n"
@@ -44,11 +44,11 @@ def main() -> None:
 
 def _leave(end: SystemExit) -> NoReturn:
     """End with a script's status; a failure ends at once (see `process_exit`)."""
-    if end.code is None or end.code == 0:
+    if status_of(end.code) == 0:
         raise end
     if not isinstance(end.code, int):
         print(end.code, file=sys.stderr)
-    end_now(end.code & 0xFF if isinstance(end.code, int) else 1)
+    end_now(status_of(end.code))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 from typing import Any, Callable, Iterable
 
 import numpy as np
@@ -35,16 +36,23 @@ class AssignedParameters:
         self,
         params: Iterable[tuple[int, gluon.Parameter]],
         records: UserKeys[Replicated],
-    ) -> list[int]:
-        """The keys of those that differ now, or have new arrays; starts anew."""
-        taken = []
+    ) -> tuple[bool, list[int]]:
+        """Whether any was assigned to, and the keys of those that differ; starts anew.
+
+        The first is the same on every rank. The second need not be: a rank may assign
+        what it held before.
+        """
+        touched, differing = self._before is not None, []
         for key, param in params:
             record, weights = records[key], param.list_data()
-            if _is_new(record, weights) or self._differs(key, weights):
-                taken.append(key)
+            if _is_new(record, weights):
+                touched = True
+                differing.append(key)
+            elif self._differs(key, weights):
+                differing.append(key)
             record.weights = weights
         self._before = None
-        return taken
+        return touched, differing
 
     def _differs(self, key: int, weights: list[nd.NDArray]) -> bool:
         return self._before is not None and not np.array_equal(
@@ -70,22 +78,32 @@ def _address(array: nd.NDArray) -> int | None:
 def marks_assigned(method: Callable[..., None]) -> Callable[..., None]:
     """A Module's method that assigns weights, made to tell a store of ours.
 
-    `fit` calls it after each epoch with the weights that the devices hold, averaged
-    over them, which assigns nothing: what differs by rounding alone is the same.
+    Parameters
+    ----------
+    method : callable
+        `Module.set_params` or `Module.init_params`.
+
+    Notes
+    -----
+    `fit` hands a Module's own dict back to it after each epoch, with the weights that
+    the devices hold, averaged over them: what differs by rounding alone is the same.
     """
+    signature = inspect.signature(method)
 
     @functools.wraps(method)
     def marking(self: Module, *args: Any, **kwargs: Any) -> None:
         store = getattr(self, "_kvstore", None)
         records = list(store.pipeline.records) if isinstance(store, ODSGDStore) else []
+        given = signature.bind(self, *args, **kwargs).arguments.get("arg_params")
+        is_own = given is not None and given is getattr(self, "_arg_params", None)
         before = [record.weights[0].asnumpy() for record in records]
         method(self, *args, **kwargs)
-        changed = [
+        differing = [
             record
             for record, old in zip(records, before)
             if not np.allclose(record.weights[0].asnumpy(), old, 1e-6, 0, True)
         ]
-        if changed:
-            store.pipeline.mark_assigned(changed)
+        if records and (differing or not is_own):
+            store.pipeline.assignment.note(differing)
 
     return marking

@@ -66,7 +66,6 @@ class Native(Connection):
             self._native.init(list(keys), list(values))
 
     def pushpull(self, key, value, outs) -> None:
-        self._exit.code = 0  # a sys.exit that was noted before has been caught
         with self._lock:
             self._native.pushpull(key, value, out=list(outs))
 

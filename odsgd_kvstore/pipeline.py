@@ -10,13 +10,14 @@ import contextlib
 import hashlib
 import logging
 import time
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import mxnet as mx
 from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
 from . import local_update
+from .assignment import Assignment
 from .buffers import Replicated
 from .config import Config
 from .errors import ConfigError, JobError
@@ -44,6 +45,10 @@ class Pipeline:
     ----------
     records : UserKeys of Replicated
         The parameters, by the user's key.
+    assignment : Assignment
+        Weights that the user assigned since the last step.
+    find_assigned : callable
+        Notes in `assignment` what the host object knows to be assigned.
     """
 
     def __init__(
@@ -58,7 +63,8 @@ class Pipeline:
         self._rule: local_update.LocalUpdate | None = None  # likewise
         self._rescale = 1.0
         self._step = 0
-        self._assigned: dict[Any, Replicated] = {}  # to give to the servers
+        self.assignment = Assignment(connection, self.records, number)
+        self.find_assigned: Callable[[], None] = lambda: None
         self._holds_global = False
         self._stats = dict.fromkeys(("steps", "staleness", "max_staleness"), 0)
         self._stats.update(pushed_bytes=0, pulled_bytes=0, wait_s=0.0)
@@ -82,21 +88,27 @@ class Pipeline:
         Waits for the servers only if hyper-parameters were changed since the last
         step, or new keys have come.
         """
+        self.check()
+        if self._hyper is None:
+            self._begin()
+        else:
+            self._step += 1
+            self._follow_changes()
+        self.find_assigned()
+        if self.assignment.is_due:
+            self._wait()
+            self.assignment.give()
+        self._optimizer.num_update = max(self._optimizer.num_update, self._step)
+        self._stats["steps"] += 1
+
+    def check(self) -> None:
+        """Raise unless a step may be made now; never waits."""
         self._connection.check()
         if self._holds_global:
             raise JobError(
                 "A step was made inside global_weights(), where the parameters hold "
                 "global weights only for evaluation. Leave the context first."
             )
-        if self._hyper is None:
-            self._begin()
-        else:
-            self._step += 1
-            self._follow_changes()
-        if self._assigned:
-            self._assign_all()
-        self._optimizer.num_update = max(self._optimizer.num_update, self._step)
-        self._stats["steps"] += 1
 
     def stage(
         self,
@@ -166,9 +178,8 @@ class Pipeline:
         Not collective.
         """
         start = time.perf_counter()
-        for record in self._stepped():
-            if record.is_local:
-                record.use_global()
+        for record in self._local():
+            record.use_global()
         self._wait()
         self._stats["wait_s"] += time.perf_counter() - start
 
@@ -181,8 +192,7 @@ class Pipeline:
         """
         kept = [
             (record, [weight.copy() for weight in record.weights], record.base)
-            for record in self._stepped()
-            if record.is_local
+            for record in self._local()
         ]
         self.synchronize()
         self._holds_global = True
@@ -195,54 +205,18 @@ class Pipeline:
                     local_weight.copyto(weight)
                 record.base, record.is_local = base, True
 
-    def mark_assigned(self, records: Iterable[Replicated]) -> None:
-        """Note that the user gave these parameters new weights, on every rank.
-
-        At the next step rank 0's become W on the servers and L on every rank; the
-        servers' optimizer state stays, and so does A - B.
-        """
-        self._assigned.update((record.key, record) for record in records)
-
     def stats(self) -> dict[str, Any]:
         """Counters of this store on this rank; see `Trainer.stats`."""
         return dict(self._stats)
 
-    def _assign_all(self) -> None:
-        """Give newly assigned weights to the servers; collective, and waits."""
-        self._wait()  # a pending update must not be taken for the new weights
-        records = list(self._assigned.values())
-        rows = self._connection.exchange(
-            {
-                "op": f"assign weights of store {self._number}",
-                "keys": _digest([record.key for record in records]),
-            }
-        )
-        check_equal(
-            rows,
-            "keys",
-            "sets of newly assigned parameters",
-            "Assign the same parameters on every rank.",
-        )
-        if self._connection.rank == 0:
-            keys = [record.native for record in records]
-            self._connection.command({"op": "assign", "keys": keys})
-        for record in records:
-            self._assign(record)
-        self._wait()
-        self._assigned.clear()
-
-    def _assign(self, record: Replicated) -> None:
-        """One parameter: A := X, B := X - (A - B), L := X."""
-        if record.spare is not None:
-            nd.elemwise_sub(record.global_weight, record.spare, out=record.spare)
-        value = nd.zeros(record.shape)  # the servers sum what the ranks push
-        if self._connection.rank == 0:
-            record.weights[0].copyto(value)
-        kept = [] if record.global_weight is None else [record.global_weight]
-        self._connection.pushpull(record.native, value, kept + record.weights)
-        if record.spare is not None:
-            nd.elemwise_sub(record.global_weight, record.spare, out=record.spare)
-        record.base, record.is_local = record.update, False
+    def _local(self) -> list[Replicated]:
+        """The parameters whose W is not in the user's arrays, nor was put there."""
+        self.find_assigned()
+        return [
+            record
+            for record in self.records
+            if record.is_local and not self.assignment.holds(record)
+        ]
 
     def _stepped(self) -> list[Replicated]:
         return [r for r in self.records if r.update > 0]

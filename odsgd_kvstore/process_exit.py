@@ -11,7 +11,6 @@ import os
 import sys
 from typing import Any, NoReturn
 
-_exit = sys.exit
 _installed: ExitHooks | None = None
 
 
@@ -21,7 +20,7 @@ class ExitHooks:
     Attributes
     ----------
     code : int
-        Exit status of the last `sys.exit`; 0 while none is pending.
+        The status that a `sys.exit` which nobody caught ends the process with.
     """
 
     def __init__(self) -> None:
@@ -33,13 +32,23 @@ class ExitHooks:
         self._excepthook(kind, error, trace)
         end_now(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
-    def on_exit(self, code: Any = None) -> NoReturn:
-        """Note the status, then raise SystemExit; replaces `sys.exit`."""
-        if code is None or isinstance(code, int):
-            self.code = (code or 0) & 0xFF
-        else:
-            self.code = 1
-        _exit(code)
+    def on_exit(self, status: Any = None) -> NoReturn:
+        """Raise a SystemExit that notes its status at the end; replaces `sys.exit`."""
+        hooks = self
+
+        class Exit(SystemExit):
+            """Known for the process's end when the interpreter itself asks for it."""
+
+            @property
+            def code(self) -> Any:
+                try:
+                    sys._getframe(1)
+                except ValueError:  # no Python code called: this is the end
+                    hooks.code = status_of(status)
+                return status
+
+        Exit.__name__ = Exit.__qualname__ = "SystemExit"
+        raise Exit(status)
 
 
 def install() -> ExitHooks:
@@ -54,6 +63,13 @@ def install() -> ExitHooks:
                 if hasattr(builtins, name):
                     setattr(builtins, name, _installed.on_exit)
     return _installed
+
+
+def status_of(code: Any) -> int:
+    """The exit status, 0 to 255, of `sys.exit(code)`."""
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    return 1
 
 
 def end_now(code: int) -> NoReturn:

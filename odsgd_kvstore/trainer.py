@@ -238,10 +238,7 @@ class Trainer(gluon.Trainer):
         self._optimizer.rescale_grad = self._scale / batch_size
         if not self._kv_initialized:
             self._init_kvstore()
-        records = self._kvstore.pipeline.records
-        self._kvstore.pipeline.mark_assigned(
-            records[key] for key in self._assigned.take(self._known(), records)
-        )
+        self._kvstore.pipeline.check()
         if self._params_to_init:
             self._init_params()
         return self._kvstore.pipeline
@@ -251,6 +248,7 @@ class Trainer(gluon.Trainer):
         if not isinstance(kvstore, ODSGDStore):
             kvstore = ODSGDStore(self._config, "device" in kvstore)
         kvstore.set_optimizer(self._optimizer)
+        kvstore.pipeline.find_assigned = self._find_assigned
         self._kvstore = kvstore
         self._distributed = self._update_on_kvstore = self._kv_initialized = True
 
@@ -299,7 +297,15 @@ class Trainer(gluon.Trainer):
         if self._kvstore is None:
             super()._reset_kvstore()
         else:
+            self._kvstore.pipeline.check()
             self._assigned.expect(self._known())
+
+    def _find_assigned(self) -> None:
+        """Note the weights that the user assigned since this was last asked."""
+        pipeline = self._kvstore.pipeline
+        touched, keys = self._assigned.take(self._known(), pipeline.records)
+        if touched:
+            pipeline.assignment.note(pipeline.records[key] for key in keys)
 
     def _known(self) -> Iterator[tuple[int, gluon.Parameter]]:
         """The parameters that the servers hold and that training may change."""

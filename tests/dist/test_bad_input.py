@@ -11,18 +11,12 @@ import pytest
 
 from odsgd_kvstore import testing
 from odsgd_kvstore.config import Config
-from odsgd_kvstore.errors import (
-    ConfigError,
-    HandshakeError,
-    JobError,
-    MismatchError,
-    ServerError,
-)
+from odsgd_kvstore.errors import ConfigError, HandshakeError, MismatchError, ServerError
 from odsgd_kvstore.testing import run_local
 
 ROOT = Path(testing.__file__).absolute().parents[1]
 LIMIT_S = 120
-STUCK_S = 45  # For what was seen to hang; a whole good job takes 5 s.
+STUCK_S = 30  # For what was seen to hang; a whole good job takes 5 s.
 MANY = {f"k{i}": i for i in range(60)}
 FAILING = """
 import mxnet as mx
@@ -31,6 +25,15 @@ class Failing(mx.optimizer.SGD):
         if self.num_update == 3:
             raise ValueError("it fails at update 3")
         super().update_multi_precision(index, weight, grad, state)
+"""
+# Without our import MXNet makes a dist_sync store of any name with 'dist'.
+FORGETFUL = """
+import mxnet as mx
+kv = mx.kv.create("dist_odsgd")
+kv.init(0, mx.nd.zeros(2))
+kv.set_optimizer(mx.optimizer.SGD())
+kv.push(0, mx.nd.ones(2))
+kv.pull(0, out=mx.nd.zeros(2))
 """
 
 
@@ -56,11 +59,9 @@ def wrong_uses(mx, kv, rank):
         "init twice": lambda: kv.init("w", zeros(2)),
         "float64": lambda: kv.init("d", zeros(2, dtype="float64")),
         "float16": lambda: kv.init("h", zeros(2, dtype="float16")),
-        "int32": lambda: kv.init("i", zeros(2, dtype="int32")),
         "row_sparse": lambda: kv.init("s", zeros((2, 2)).tostype("row_sparse")),
         "dist_sync": lambda: mx.kv.create("dist_sync"),
         "dist_async": lambda: mx.kv.create("dist_async"),
-        "dist_device_sync": lambda: mx.kv.create("dist_device_sync"),
         "shapes": lambda: kv.init("m", zeros((3, 4 + rank))),
         "names": lambda: kv.init(f"m{rank}", zeros(2)),
         "counts": lambda: kv.init(["a", "b", "c"][: 2 + rank], [zeros(2)] * (2 + rank)),
@@ -70,7 +71,7 @@ def wrong_uses(mx, kv, rank):
         "optimizers": lambda: first_step(mx, mx.optimizer.Adam() if rank else None),
         "second optimizer": lambda: kv.set_optimizer(mx.optimizer.SGD()),
         "name of other letters": lambda: kv.init("вес" * 60, zeros(2)),
-        # The last one, as it gives the ranks different numbers of stores.
+        # Last, as it gives the ranks different numbers of stores.
         "different calls": lambda: ODSGDStore() if rank else kv.init("m", zeros(2)),
     }
 
@@ -114,15 +115,13 @@ REFUSALS = {
     "init twice": "ConfigError|Key 'w' was initialised before|Use another key",
     "float64": "ConfigError|d is float64|allowed is float32|Cast it",
     "float16": "NotSupportedYet|h is float16|allowed is float32",
-    "int32": "ConfigError|i is int32|allowed is float32|Cast it",
     "row_sparse": "NotSupportedYet|s is row_sparse|dense weights|dist_sync",
     "dist_sync": "ConfigError|'dist_sync'|one distributed connection|Use dist_",
     "dist_async": "ConfigError|'dist_async'|would hang|run two jobs",
-    "dist_device_sync": "ConfigError|'dist_device_sync'|would hang",
     "shapes": "MismatchError|rank 0: 'm' (3, 4)|rank 1: 'm' (3, 5)|same shapes",
     "names": "MismatchError|rank 0: 'm0'|rank 1: 'm1'|same network",
     "counts": "MismatchError|'b' (2,); rank 1|'c' (2,)|same network",
-    "different calls": "MismatchError|rank 0: broadcast|rank 1: create store|same order",
+    "different calls": "MismatchError|0: broadcast|1: create store|same order",
     "warm-up": "MismatchError|warmup_steps=5|warmup_steps=6|same arguments",
     "rule": "MismatchError|'auto'|'none'|same arguments|ODSGD_*",
     "long settings": "MismatchError|settings|warmup_steps=5|warmup_steps=6",
@@ -157,19 +156,15 @@ def refused(kind, parts, fn, timeout=LIMIT_S, **settings):
     assert not missing, f"{missing} not in: {caught.value}"
 
 
-def altered(monkeypatch, name, argv=None, **env):
-    """Give one role of the next job another command, or other variables."""
+def altered(monkeypatch, name, argv):
+    """Give one role of the next job another command."""
     plan = testing.plan_local
 
     def planned(*args):
         roles = plan(*args)
         for i, role in enumerate(roles):
             if role.name == name:
-                changed = {
-                    k: v for k, v in {**role.env, **env}.items() if v is not None
-                }
-                argv_ = argv or role.argv
-                roles[i] = dataclasses.replace(role, env=changed, argv=argv_)
+                roles[i] = dataclasses.replace(role, argv=argv)
         return roles
 
     monkeypatch.setattr(testing, "plan_local", planned)
@@ -266,7 +261,7 @@ def test_stock_servers_are_refused():
 
 def test_server_without_the_package_is_named(monkeypatch):
     argv = (sys.executable, "-I", "-c", "import mxnet")  # Reads no PYTHONPATH.
-    altered(monkeypatch, "server 1", argv=argv)
+    altered(monkeypatch, "server 1", argv)
     parts = [
         "Server 1 does not run",
         "package cannot be imported there",
@@ -275,33 +270,9 @@ def test_server_without_the_package_is_named(monkeypatch):
     refused(HandshakeError, parts, create_only, num_servers=2)
 
 
-def test_wrong_key_on_one_server_ends_the_job(monkeypatch):
-    altered(monkeypatch, "server 1", ODSGD_KEY="do-not-show")
-    parts = ["server 1", "wrong seal", "another ODSGD_KEY"]
-    refused(JobError, parts, create_only, num_servers=2)
-
-
-def test_key_file_that_others_may_read_ends_the_job(tmp_path):
-    path = tmp_path / "key"
-    path.write_text("do-not-show")
-    path.chmod(0o644)
-    with pytest.raises((ConfigError, JobError)) as caught:
-        run_local(create_only, timeout=LIMIT_S, env={"ODSGD_KEY_FILE": str(path)})
-    assert f"chmod 600 {path}" in str(caught.value)
-    assert "do-not-show" not in str(caught.value)
-
-
 def test_script_of_dist_sync_on_our_servers_ends_naming_the_option(tmp_path):
-    # Without our import MXNet makes a dist_sync store of any name with 'dist'.
     script = tmp_path / "train.py"
-    script.write_text(
-        "import mxnet as mx\n"
-        "kv = mx.kv.create('dist_odsgd')\n"
-        "kv.init(0, mx.nd.zeros(2))\n"
-        "kv.set_optimizer(mx.optimizer.SGD())\n"
-        "kv.push(0, mx.nd.ones(2))\n"
-        "kv.pull(0, out=mx.nd.zeros(2))\n"
-    )
+    script.write_text(FORGETFUL)
     command = [
         sys.executable,
         "-m",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from odsgd_kvstore import testing
-from odsgd_kvstore.errors import JobError
+from odsgd_kvstore.errors import ConfigError, JobError
 from odsgd_kvstore.testing import run_local
 
 LIMIT_S = 120
@@ -30,6 +30,13 @@ def begun(mx, name="dist_odsgd"):
     kv.pushpull(0, mx.nd.ones(2), out=mx.nd.ones(2))
     mx.nd.waitall()
     return kv, kv._connection
+
+
+def create_only():
+    """Join the job."""
+    import mxnet as mx
+
+    mx.kv.create("dist_odsgd").init(0, mx.nd.zeros(2))
 
 
 def wait_for_the_end(mx, kv):
@@ -90,6 +97,32 @@ def test_command_sealed_with_a_guessed_key_is_refused():
         wait_for_the_end(mx, kv)
 
     refused(["server 0", "wrong seal", "another ODSGD_KEY"], forge)
+
+
+def test_wrong_key_on_one_server_ends_the_job(monkeypatch):
+    plan = testing.plan_local
+
+    def with_another_key(*args):
+        return [
+            dataclasses.replace(role, env={**role.env, "ODSGD_KEY": "do-not-show"})
+            if role.name == "server 1"
+            else role
+            for role in plan(*args)
+        ]
+
+    monkeypatch.setattr(testing, "plan_local", with_another_key)
+    parts = ["server 1", "wrong seal", "another ODSGD_KEY"]
+    refused(parts, create_only, num_servers=2)
+
+
+def test_key_file_that_others_may_read_ends_the_job(tmp_path):
+    path = tmp_path / "key"
+    path.write_text("do-not-show")
+    path.chmod(0o644)
+    with pytest.raises((ConfigError, JobError)) as caught:
+        run_local(create_only, timeout=LIMIT_S, env={"ODSGD_KEY_FILE": str(path)})
+    assert f"chmod 600 {path}" in str(caught.value)
+    assert "do-not-show" not in str(caught.value)
 
 
 def test_without_a_key_only_mxnet_s_own_optimizers_are_obeyed(tmp_path, monkeypatch):

@@ -171,7 +171,7 @@ def test_module_trains(monkeypatch):
 
 
 def test_constant_gradient_gives_the_closed_form():
-    # k pushes of c at learning rate lr move W by -k lr c; L is the same with one worker.
+    # k pushes of c at learning rate lr move W by -k lr c; with one worker L too.
     made = store()
     out = nd.zeros(2)
     for _ in range(4):

@@ -72,14 +72,16 @@ STATUS = [
 ]
 
 
-def test_status_of_exit_is_noted():
-    text = "".join(
-        f"try:\n    {call}\nexcept SystemExit:\n    print(hooks.code)\n"
-        for call, _ in STATUS
-    )
-    given, out, errors = run(text + "process_exit.end_now(0)")
-    assert (given, errors) == (0, "")
-    assert list(map(int, out.split())) == [code for _, code in STATUS]
+@pytest.mark.parametrize("call, code", STATUS)
+def test_status_of_exit_is_known_at_the_end(call, code):
+    text = "atexit.register(lambda: (print(hooks.code), process_exit.end_now(99)))\n"
+    assert run(text + call)[:2] == (99, f"{code}\n")
+
+
+def test_exit_that_was_caught_is_not_the_status_of_the_end():
+    text = "atexit.register(lambda: (print(hooks.code), process_exit.end_now(99)))\n"
+    text += "try:\n    sys.exit(3)\nexcept SystemExit as end:\n    print(end.code)"
+    assert run(text)[:2] == (99, "3\n0\n")
 
 
 def test_exit_raises_what_was_given():

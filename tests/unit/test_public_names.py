@@ -120,7 +120,7 @@ def documented():
 
 
 DOCUMENTED = dict(documented())
-# These are called by MXNet, Python or the module's own base class, which documents them.
+# These are called through a base class, which documents them.
 INHERITED = re.compile(
     r"(\.Native|\.Standalone|\.MirrorSGD|\.Replica|\.NamedOptimizer)\."
 )
