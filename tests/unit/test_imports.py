@@ -30,6 +30,7 @@ ORDER = (
     "buffers",
     "hyper",
     "checks",
+    "assignment",
     "pipeline",
     "kvstore",
     "assigned",
