@@ -11,8 +11,6 @@ from .buffers import Replicated
 from .keys import UserKeys
 from .transport import Connection
 
-_BITS_IN_A_ROW = 1600  # as many parameters as an exchange has room for
-
 
 class Assignment:
     """The parameters of one store that were assigned since its last step.
@@ -65,17 +63,14 @@ class Assignment:
 
     def _agreed(self) -> list[Replicated]:
         """The parameters that any rank noted: ranks may have held them before."""
-        known, agreed = list(self._records), []
-        for start in range(0, len(known), _BITS_IN_A_ROW):
-            part = known[start : start + _BITS_IN_A_ROW]
-            bits = sum(1 << i for i, record in enumerate(part) if self.holds(record))
-            rows = self._connection.exchange(
-                {"op": f"assign weights of store {self._store}", "bits": f"{bits:x}"}
-            )
-            for row in rows:
-                bits |= int(row["bits"], 16)
-            agreed += [record for i, record in enumerate(part) if bits >> i & 1]
-        return agreed
+        known = list(self._records)
+        bits = sum(1 << i for i, record in enumerate(known) if self.holds(record))
+        rows = self._connection.exchange(
+            {"op": f"assign weights of store {self._store}", "bits": f"{bits:x}"}
+        )
+        for row in rows:
+            bits |= int(row["bits"], 16)
+        return [record for i, record in enumerate(known) if bits >> i & 1]
 
     def _give(self, record: Replicated) -> None:
         """One parameter: A := X, B := X - (A - B), L := X."""

@@ -29,6 +29,7 @@ from .local_update import uncounted_copy
 PROTOCOL = 1
 _HEAD = "codsgd_kvstore.server\napply\n(V"
 _TAIL = "\ntR."
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _WORKER_ONLY = {
     "param_dict": {},
     "idx2name": {},
@@ -115,7 +116,7 @@ class Opener:
                 )
             message = json.loads(text)
             return self._check(message)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except _MALFORMED as error:
             raise SealError(f"a malformed command arrived ({error!r})") from None
 
     def _check(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,6 @@ from .keys import UserKey, as_list
 from .pipeline import Pipeline
 from .transport import check_equal
 
-_KEYS_IN_A_ROW = 4  # as many as an exchange has room for
-
 
 class ODSGDStore(mx.kvstore.KVStore):
     """A distributed store that trains with One-step Delay SGD.
@@ -62,7 +60,7 @@ class ODSGDStore(mx.kvstore.KVStore):
         self.pipeline = Pipeline(self.config, self._connection, number, sum_on_device)
         self._optimizer: opt.Optimizer | None = None
         rows = self._connection.exchange(
-            {"op": f"create store {number}", "config": repr(self.config)[:350]}
+            {"op": f"create store {number}", "config": repr(self.config)}
         )
         check_equal(
             rows,
@@ -307,29 +305,29 @@ class ODSGDStore(mx.kvstore.KVStore):
 
     def _check_array(self, key: UserKey, value: nd.NDArray) -> None:
         """Refuse what the servers could not update rightly."""
-        check_type(key, value.dtype, value.stype)
-        check_size(key, value.shape, value.size)
+        name = self._name(key)
+        check_type(name, value.dtype, value.stype)
+        check_size(name, value.shape, value.size)
         job = self._connection
         check_slice(
-            self._optimizer, key, value.size, job.bigarray_bound, job.num_servers
+            self._optimizer, name, value.size, job.bigarray_bound, job.num_servers
         )
 
     def _check_same(self, keys: list[tuple[UserKey, tuple[int, ...]]]) -> None:
         """Every rank makes the same keys, of the same shape, at the same time."""
-        for start in range(0, len(keys), _KEYS_IN_A_ROW):
-            part = keys[start : start + _KEYS_IN_A_ROW]
-            rows = self._connection.exchange(
-                {
-                    "op": "broadcast",
-                    "keys": "; ".join(f"{k!r} {s}" for k, s in part)[:400],
-                }
-            )
-            check_equal(
-                rows,
-                "keys",
-                "parameters",
-                "Build the same network, with the same shapes, on every rank.",
-            )
+        shapes = [f"{self._name(key)} {shape}" for key, shape in keys]
+        rows = self._connection.exchange({"op": "broadcast", "parameters": shapes})
+        check_equal(
+            rows,
+            "parameters",
+            "parameters",
+            "Build the same network, with the same shapes, on every rank.",
+        )
+
+    def _name(self, key: UserKey) -> str:
+        """The key, with its Gluon parameter's name if there is one."""
+        params = {} if self._optimizer is None else self._optimizer.param_dict
+        return f"{key} ({params[key].name})" if key in params else str(key)
 
 
 def _grouped(key: Any, value: Any, out: Any) -> list[tuple[UserKey, list, list]]:

@@ -23,7 +23,7 @@ from .transport import Connection
 from .watchdog import StatusWatch
 
 _JOIN_NOTE_S = 10.0
-_ROW = 512  # numbers of one rank in an exchange, one byte each
+_ROW = 2048  # numbers of one rank in an exchange: a length, then one byte each
 
 _logger = logging.getLogger(__name__)
 
@@ -112,16 +112,25 @@ class Native(Connection):
         native.free()
 
     def _gather(self, row):
-        text = json.dumps(row).encode()
+        mine = json.dumps(row).encode()
+        texts, longest, start = [b""] * self.num_workers, 1, 0
+        while start < longest:
+            rows = self._gather_part(len(mine), mine[start : start + _ROW - 1])
+            longest = max(int(part[0]) for part in rows)
+            for rank, part in enumerate(rows):
+                size = min(max(int(part[0]) - start, 0), _ROW - 1)
+                texts[rank] += part[1 : 1 + size].astype(np.uint8).tobytes()
+            start += _ROW - 1
+        return [json.loads(text) for text in texts]
+
+    def _gather_part(self, length: int, part: bytes) -> np.ndarray:
+        """One round trip: per rank the length of its text, and a part of it."""
         rows = np.zeros((self.num_workers, _ROW), np.float32)
-        rows[self.rank, :2] = divmod(len(text), 256)
-        rows[self.rank, 2 : 2 + len(text)] = list(text)
+        rows[self.rank, 0] = length
+        rows[self.rank, 1 : 1 + len(part)] = list(part)
         table = nd.zeros(rows.size)
         self.pushpull(self._exchange_key, nd.array(rows.reshape(-1)), [table])
-        gathered = table.asnumpy().astype(np.uint8).reshape(rows.shape)
-        return [
-            json.loads(bytes(r[2 : 2 + int(r[0]) * 256 + int(r[1])])) for r in gathered
-        ]
+        return table.asnumpy().reshape(rows.shape)
 
     def _check_rank(self, cluster: Cluster) -> None:
         """The launcher numbered its workers; the job must have the same order."""

@@ -7,7 +7,6 @@ Who holds what: `buffers.py`. When a step is warm-up: `schedule.py`. How L is ma
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import time
 from typing import Any, Callable, Iterator, Sequence
@@ -92,7 +91,6 @@ class Pipeline:
         if self._hyper is None:
             self._begin()
         else:
-            self._step += 1
             self._follow_changes()
         self.find_assigned()
         if self.assignment.is_due:
@@ -242,10 +240,10 @@ class Pipeline:
         rows = self._connection.exchange(
             {
                 "op": f"first step of store {self._number}",
-                "keys": _digest([(r.key, r.shape) for r in self.records]),
+                "keys": [f"{r.key!r} {r.shape}" for r in self.records],
                 "optimizer": type(optimizer).__name__,
                 "rescale_grad": optimizer.rescale_grad,
-                "hyper": repr(self._hyper.summary())[:200],
+                "hyper": repr(self._hyper.summary()),
             }
         )
         check_equal(rows, "keys", "parameters", "Build the same network on every rank.")
@@ -274,8 +272,9 @@ class Pipeline:
         self._log_start()
 
     def _follow_changes(self) -> None:
-        """Give what was changed in the optimizer to the rule and to the servers."""
+        """A later step: the rule and the servers get what was changed since the last."""
         changes = self._hyper.changes()
+        self._step += 1
         self._rule.follow(changes, self._step)
         if self._connection.rank == 0:
             message = self._hyper.change(self._step, self.records, changes)
@@ -301,7 +300,3 @@ class Pipeline:
                 self._rule.name,
                 self._config.warmup_steps,
             )
-
-
-def _digest(thing: Any) -> str:
-    return hashlib.sha256(repr(thing).encode()).hexdigest()[:16]

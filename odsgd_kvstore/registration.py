@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import Any, Callable
 
 from mxnet import kvstore as mxnet_kvstore
@@ -33,7 +32,7 @@ def register() -> None:
 
 def _guarded(create: Callable[..., Any]) -> Callable[..., Any]:
     """`create` that raises where a second native distributed store would hang."""
-    native: weakref.WeakSet[Any] = weakref.WeakSet()
+    native: list[str] = []  # types of MXNet's own; a deleted one cannot be made again
 
     @functools.wraps(create)
     def guarded(name: str = "local") -> Any:
@@ -47,16 +46,16 @@ def _guarded(create: Callable[..., Any]) -> Callable[..., Any]:
                 "process and would hang. Use dist_odsgd for both (each create gives a "
                 "store with its own keys and optimizer), or run two jobs."
             )
-        if is_own_type and len(native):
+        if is_own_type and native:
             raise ConfigError(
                 f"A store of type {name!r} was asked for in a process that has a "
-                f"{next(iter(native)).type!r} store. MXNet can have one distributed "
+                f"{native[0]!r} store. MXNet can have one distributed "
                 "connection per process and would hang. Use dist_odsgd for both, or "
                 "run two jobs."
             )
         store = create(name)
         if is_native and isinstance(store, mxnet_kvstore.KVStore):
-            native.add(store)
+            native.append(kind)
         return store
 
     return guarded

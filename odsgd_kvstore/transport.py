@@ -157,14 +157,37 @@ class Standalone(Connection):
 
 
 def check_equal(
-    rows: Sequence[dict[str, Any]], name: str, what: str, remedy: str
+    rows: Sequence[Mapping[str, Any]], name: str, what: str, remedy: str
 ) -> None:
-    """Raise MismatchError, with every rank's value, unless all are the same."""
-    if any(row[name] != rows[0][name] for row in rows):
-        shown = "; ".join(f"rank {i}: {row[name]}" for i, row in enumerate(rows))
-        raise MismatchError(
-            f"The ranks of this job have different {what} ({shown}). {remedy}"
-        )
+    """Raise MismatchError, with what differs, unless all ranks gave the same.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        As `Connection.exchange` returned them.
+    name : str
+        The field to compare: text, or a list of texts.
+    what, remedy : str
+        For the message.
+    """
+    values = [row[name] for row in rows]
+    if all(value == values[0] for value in values):
+        return
+    if isinstance(values[0], list):
+        common = set.intersection(*map(set, values))
+        values = [
+            _shown([v for v in value if v not in common] or value) for value in values
+        ]
+    shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+    raise MismatchError(
+        f"The ranks of this job have different {what} ({shown}). {remedy}"
+    )
+
+
+def _shown(values: Sequence[str]) -> str:
+    """The first few of many texts."""
+    more = f" and {len(values) - 5} more" if len(values) > 5 else ""
+    return (", ".join(values[:5]) or "none") + more
 
 
 def _refused_stand_alone(message: str) -> None:

@@ -118,9 +118,9 @@ REFUSALS = {
     "row_sparse": "NotSupportedYet|s is row_sparse|dense weights|dist_sync",
     "dist_sync": "ConfigError|'dist_sync'|one distributed connection|Use dist_",
     "dist_async": "ConfigError|'dist_async'|would hang|run two jobs",
-    "shapes": "MismatchError|rank 0: 'm' (3, 4)|rank 1: 'm' (3, 5)|same shapes",
-    "names": "MismatchError|rank 0: 'm0'|rank 1: 'm1'|same network",
-    "counts": "MismatchError|'b' (2,); rank 1|'c' (2,)|same network",
+    "shapes": "MismatchError|rank 0: m (3, 4)|rank 1: m (3, 5)|same shapes",
+    "names": "MismatchError|rank 0: m0|rank 1: m1|same network",
+    "counts": "MismatchError|b (2,); rank 1|c (2,)|same network",
     "different calls": "MismatchError|0: broadcast|1: create store|same order",
     "warm-up": "MismatchError|warmup_steps=5|warmup_steps=6|same arguments",
     "rule": "MismatchError|'auto'|'none'|same arguments|ODSGD_*",
@@ -198,7 +198,11 @@ def test_unequal_networks_end_the_job_before_training():
         loss.backward()
         trainer.step(4)
 
-    parts = ["rank 0: 0 (3, 3)", "rank 1: 0 (4, 3)", "with the same shapes"]
+    parts = [
+        "rank 0: 0 (dense0_weight) (3, 3)",
+        "rank 1: 0 (dense0_weight) (4, 3)",
+        "with the same shapes",
+    ]
     refused(MismatchError, parts, train)
 
 

@@ -196,6 +196,12 @@ def test_inside_that_is_not_base64_is_refused(inside):
     refused(commands._HEAD + inside + commands._TAIL, "malformed")
 
 
+def test_deeply_nested_inside_is_refused():
+    # It comes before the seal is checked, so anybody could send it.
+    inside = base64.b64encode(b"[" * 200_000).decode()
+    refused(commands._HEAD + inside + commands._TAIL, "malformed")
+
+
 def attributes(thing):
     """What an optimizer or schedule is on a server."""
     skip = commands._WORKER_ONLY
