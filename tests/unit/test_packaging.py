@@ -219,3 +219,16 @@ def test_setup_does_nothing_when_all_is_ready(checkout):
     stamp.write_text(f"Python 3.9.18 in {os.path.realpath(root)}/.venv\n{sums}")
     result = set_up(checkout)
     assert (result.returncode, result.stdout) == (0, "")
+
+
+def test_pytest_does_not_pass_over_the_tests_with_processes():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=120,
+    )
+    assert "tests/dist/test_staleness.py::" in done.stdout, done.stdout[-2000:]
