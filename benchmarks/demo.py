@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -20,7 +19,7 @@ import numpy as np
 from demo_worker import PREFIX, Settings
 from digits import positive
 
-from odsgd_kvstore.launch import commands, processes
+from odsgd_kvstore.launch import commands, local, processes
 
 WORKER = Path(__file__).resolve().with_name("demo_worker.py")
 LEAST_ACCURACY = 0.97
@@ -102,15 +101,13 @@ def run_job(settings: Settings, folder: Path) -> Outcome:
         (sys.executable, str(WORKER), str(folder), text),
         stock_servers=settings.kvstore == "dist_sync",
     )
-    ports = commands.choose_ports(job.num_roles)
-    key, job_id = secrets.token_hex(32), secrets.token_hex(4)
-    cores = os.cpu_count() or 1
+    roles, sockets = local.new_job(job, os.environ)
     progress = Progress(settings)
     result = processes.run_roles(
-        commands.plan_local(job, os.environ, ports, key, job_id, cores),
+        roles,
         on_line=progress.on_line,
         timeout=JOB_TIMEOUT_S,
-        sockets=[commands.socket_path(port) for port in ports],
+        sockets=sockets,
     )
     progress.close()
     if result.exit_code:

@@ -12,6 +12,7 @@ type whose workers hold local weights between steps, these are the local ones.
 """
 
 import argparse
+import sys
 import time
 
 import numpy as np
@@ -76,7 +77,7 @@ def count_batches(num_samples, batch_size, num_workers):
     """Return how many batches each worker takes in an epoch."""
     count = num_samples // (batch_size * num_workers)
     if count == 0:
-        raise SystemExit(
+        sys.exit(
             f"{num_workers} workers with batches of {batch_size} need more than the "
             f"{num_samples} images there are: give a smaller --batch-size"
         )

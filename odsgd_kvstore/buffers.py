@@ -18,6 +18,10 @@ from mxnet.context import Context
 class Replicated:
     """One parameter as this worker keeps it.
 
+    Counters: the store counts steps; `update` counts this parameter's, which is behind
+    by `offset` if it came later or paused. A server's `count` is the same as `update`,
+    and MXNet's `num_update`, for a learning-rate schedule, is the store's step.
+
     Attributes
     ----------
     key, native : int or str, int

@@ -114,6 +114,11 @@ class Opener:
                 raise SealError(
                     "a command with a wrong seal arrived (another ODSGD_KEY?)"
                 )
+            if seal and not self.key:
+                raise SealError(
+                    "a sealed command arrived, and this server has no ODSGD_KEY to "
+                    "check it with"
+                )
             message = json.loads(text)
             return self._check(message)
         except _MALFORMED as error:

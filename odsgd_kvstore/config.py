@@ -95,8 +95,9 @@ class Config:
             if environ.get(variable):
                 values[name] = parse(variable, environ[variable])
         explicit = {k: v for k, v in given.items() if v is not None}
-        if "local_optimizer" in explicit:  # ODSGD_LOCAL_LR belongs to its own rule
-            values.pop("local_optimizer_params", None)
+        rule = explicit.get("local_optimizer")
+        if isinstance(rule, str) and rule.lower() in RULES_WITHOUT_PARAMETERS:
+            values.pop("local_optimizer_params", None)  # ODSGD_LOCAL_LR: another rule's
         taken = [
             v for name, v, _ in _VARIABLES if name in values.keys() - explicit.keys()
         ]

@@ -105,8 +105,8 @@ def module_checkpoint(
         raise ConfigError(f"period is {period!r}; allowed is a whole number from 1.")
 
     def save(epoch: int, *_: Any) -> None:
-        pipeline_store = _store_of(mod)
-        if (epoch + 1) % period or (pipeline_store and pipeline_store.rank):
+        store = _store_of(mod)
+        if (epoch + 1) % period or (store and store.rank):
             return
         with global_weights(mod):
             arg_params, aux_params = mod.get_params()

@@ -15,7 +15,9 @@ from mxnet import optimizer as opt
 
 from .local_update import apply_optimizer
 
-_VERSIONS_KEPT = 8  # keys are at most one step apart, so two would do
+# Keys are at most one step apart: a worker makes a step only with the weights of the
+# one before, and rank 0 sends a change only when its own pulls are here. Two would do.
+_VERSIONS_KEPT = 8
 
 
 @dataclass

@@ -35,29 +35,32 @@ class HyperParameters:
         self._multipliers: dict[int, list[float]] = {}
         self._steps_changed = 0
 
+    def changed(self) -> dict[str, Any]:
+        """Attributes that differ from those that `changes` returned last, by name."""
+        return {
+            name: value
+            for name, value in hyper_parameters(self._optimizer).items()
+            if name not in self._seen
+            or self._seen[name] is not value
+            and self._seen[name] != value
+        }
+
     def changes(self) -> dict[str, Any]:
-        """Attributes that differ from the last look, by name.
+        """As `changed`; from now on they are known.
 
         Raises
         ------
         ConfigError
             Momentum was switched on, which needs state that does not exist.
         """
-        now = hyper_parameters(self._optimizer)
-        changed = {
-            name: value
-            for name, value in now.items()
-            if name not in self._seen
-            or self._seen[name] is not value
-            and self._seen[name] != value
-        }
+        changed = self.changed()
         if changed.get("momentum") and not self._seen.get("momentum"):
             raise ConfigError(
                 f"momentum was changed from 0 to {changed['momentum']} during training, "
                 "and the servers keep no momentum for it. Start with the momentum you "
                 "need, or make a new store."
             )
-        self._seen = now
+        self._seen.update(changed)
         self._warn_if_changed_by_hand(bool(changed))
         return changed
 
@@ -70,20 +73,26 @@ class HyperParameters:
         return {**self._message("begin", step, multipliers=multipliers), **encoded}
 
     def change(
-        self, step: int, records: Iterable[Replicated], changes: Mapping[str, Any]
+        self,
+        step: int,
+        records: Iterable[Replicated],
+        changes: Mapping[str, Any],
+        offsets: Mapping[int, list[int]],
     ) -> dict[str, Any] | None:
-        """The message for what is new since the last step; None for nothing."""
+        """The message for what is new since the last step; None for nothing.
+
+        `offsets` has, by native key, [count, offset]: from that count of the key on it
+        is so many updates behind the store's steps.
+        """
         multipliers = self._new_multipliers(records)
-        if not (changes or multipliers):
+        if not (changes or multipliers or offsets):
             return None
         return self._message(
-            "change", step, values=_encode_values(changes), multipliers=multipliers
-        )
-
-    def offset(self, step: int, record: Replicated, offset: int) -> dict[str, Any]:
-        """The message that a key is `offset` updates behind the store's steps."""
-        return self._message(
-            "change", step, offsets={record.native: [record.update + 1, offset]}
+            "change",
+            step,
+            values=_encode_values(changes),
+            multipliers=multipliers,
+            offsets=offsets,
         )
 
     def _message(self, op: str, step: int, **parts: Any) -> dict[str, Any]:

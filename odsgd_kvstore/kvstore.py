@@ -191,8 +191,10 @@ class ODSGDStore(mx.kvstore.KVStore):
 
         Notes
         -----
-        Returns before the work is done and never waits for the network; a wait on
-        `out` ends the local update. Every rank must push the same keys.
+        Returns before the work is done; a wait on `out` ends the local update. It
+        waits for the network only at the first step, when the optimizer was changed, a
+        parameter comes back after a pause, or weights were assigned. Every rank must
+        push the same keys.
         """
         if out is None:
             raise ConfigError(
@@ -200,16 +202,16 @@ class ODSGDStore(mx.kvstore.KVStore):
                 "Leave update_on_kvstore out (or True), and unset "
                 "MXNET_UPDATE_ON_KVSTORE."
             )
-        step = self.pipeline
+        pipeline = self.pipeline
         for user_key, gradients, weights in _grouped(key, value, out):
-            record = self.pipeline.records[user_key]
+            record = pipeline.records[user_key]
             check_shapes(user_key, record.shape, [*gradients, *weights])
-            if step.starts_step(record):
-                step.settle()
-                step.begin_step()
-            gradient = step.stage(record, gradients, weights)
-            step.local_update(record, gradient)
-            step.global_update(record, gradient)
+            if pipeline.starts_step(record):
+                pipeline.settle()
+                pipeline.begin_step()
+            gradient = pipeline.stage(record, gradients, weights)
+            pipeline.local_update(record, gradient)
+            pipeline.global_update(record, gradient)
 
     def pull(
         self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True

@@ -18,6 +18,7 @@ from mxnet import optimizer as opt
 
 from .errors import ConfigError, NotSupportedYet
 
+_MULTIPLIERS = ("lr_mult", "wd_mult", "idx2name")
 _COUNTERS = ("num_update", "begin_num_update", "rescale_grad")
 _PLAIN = (int, float, str, type(None), np.generic)
 
@@ -38,6 +39,7 @@ class LocalUpdate:
     keeps_previous = False
 
     def __init__(self, optimizer: opt.Optimizer, rescale: float) -> None:
+        self._original = optimizer
         self._optimizer = uncounted_copy(optimizer)
         self._optimizer.rescale_grad = rescale
 
@@ -46,6 +48,8 @@ class LocalUpdate:
         for name, value in changes.items():
             setattr(self._optimizer, name, value)
         self._optimizer.num_update = step
+        for name in _MULTIPLIERS:  # set_lr_mult makes a new dict
+            setattr(self._optimizer, name, getattr(self._original, name))
 
     def observe(
         self,
@@ -177,9 +181,6 @@ class NamedOptimizer(Replica):
         self._optimizer = create_named(name, params)
         self._spares_gradient = _spares_gradient(type(self._optimizer))
         self._optimizer.param_dict = self._global.param_dict
-        self._optimizer.idx2name = self._global.idx2name
-        self._optimizer.lr_mult = self._global.lr_mult
-        self._optimizer.wd_mult = self._global.wd_mult
         if "rescale_grad" not in params:
             self._optimizer.rescale_grad = rescale
 
@@ -187,6 +188,8 @@ class NamedOptimizer(Replica):
         for name, value in changes.items():
             setattr(self._global, name, value)
         self._global.num_update = self._optimizer.num_update = step
+        for name in _MULTIPLIERS:
+            setattr(self._optimizer, name, getattr(self._original, name))
         if not self._given & {"learning_rate", "lr_scheduler"}:
             self._optimizer.lr = self._global.learning_rate
         for name in ("wd", "clip_gradient"):

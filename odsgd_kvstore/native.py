@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import json
 import logging
 import os
+import sys
 import threading
 import time
+from typing import Any, Iterator, Mapping, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -22,7 +25,7 @@ from .errors import EnvironmentNotSupported, HandshakeError, JobError, ServerErr
 from .transport import Connection
 from .watchdog import StatusWatch
 
-_JOIN_NOTE_S = 10.0
+_WAIT_NOTE_S = 10.0
 _ROW = 2048  # numbers of one rank in an exchange: a length, then one byte each
 
 _logger = logging.getLogger(__name__)
@@ -61,19 +64,19 @@ class Native(Connection):
         self._handshake()
         self._watch = StatusWatch(self._read_error, self._report)
 
-    def init(self, keys, values) -> None:
+    def init(self, keys: Sequence[int], values: Sequence[nd.NDArray]) -> None:
         with self._lock:
             self._native.init(list(keys), list(values))
 
-    def pushpull(self, key, value, outs) -> None:
+    def pushpull(self, key: int, value: nd.NDArray, outs: Sequence[nd.NDArray]) -> None:
         with self._lock:
             self._native.pushpull(key, value, out=list(outs))
 
-    def pull(self, keys, outs) -> None:
+    def pull(self, keys: Sequence[int], outs: Sequence[nd.NDArray]) -> None:
         with self._lock:
             self._native.pull(list(keys), out=list(outs))
 
-    def command(self, body) -> None:
+    def command(self, body: Mapping[str, Any]) -> None:
         with self._lock:
             self._native._send_command_to_servers(
                 0, self._sealer.seal(body, self._nonces)
@@ -98,8 +101,9 @@ class Native(Connection):
     def close(self) -> None:
         """Leave the job: waits for all pending work and for all other workers.
 
-        Runs at the end of the process. After `sys.exit` with a status that is not 0
-        the process ends at once instead.
+        Runs at the end of the process. After `sys.exit` with a status that is not 0,
+        or a server's failure that the program was not told of, the process ends at
+        once instead, with a status that is not 0.
         """
         if self._native is None or os.getpid() != self._pid:
             return
@@ -108,14 +112,19 @@ class Native(Connection):
         if self._watch is not None:
             self._watch.stop()
         nd.waitall()
+        error = self._error or self._read_error()
+        if error and not self._told.is_set():
+            print(f"odsgd_kvstore: {error}", file=sys.stderr)
+            process_exit.end_now(1)
         native, self._native = self._native, None
         native.free()
 
-    def _gather(self, row):
+    def _gather(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         mine = json.dumps(row).encode()
         texts, longest, start = [b""] * self.num_workers, 1, 0
         while start < longest:
-            rows = self._gather_part(len(mine), mine[start : start + _ROW - 1])
+            part = mine[start : start + _ROW - 1]
+            rows = self._gather_part(len(mine), part, row["op"])
             longest = max(int(part[0]) for part in rows)
             for rank, part in enumerate(rows):
                 size = min(max(int(part[0]) - start, 0), _ROW - 1)
@@ -123,14 +132,18 @@ class Native(Connection):
             start += _ROW - 1
         return [json.loads(text) for text in texts]
 
-    def _gather_part(self, length: int, part: bytes) -> np.ndarray:
+    def _gather_part(self, length: int, part: bytes, what: str) -> np.ndarray:
         """One round trip: per rank the length of its text, and a part of it."""
         rows = np.zeros((self.num_workers, _ROW), np.float32)
         rows[self.rank, 0] = length
         rows[self.rank, 1 : 1 + len(part)] = list(part)
         table = nd.zeros(rows.size)
         self.pushpull(self._exchange_key, nd.array(rows.reshape(-1)), [table])
-        return table.asnumpy().reshape(rows.shape)
+        with _said_while_waiting(
+            f"Rank {self.rank} waits for the other ranks in: {what}. Every rank must do "
+            "this, in the same order."
+        ):
+            return table.asnumpy().reshape(rows.shape)
 
     def _check_rank(self, cluster: Cluster) -> None:
         """The launcher numbered its workers; the job must have the same order."""
@@ -203,33 +216,34 @@ def _create_native(cluster: Cluster) -> _NativeStore:
     """Join the job; the ipc sockets that this makes are this user's alone."""
     handle = KVStoreHandle()
     umask = os.umask(0o077)
-    joined = threading.Event()
-    threading.Thread(
-        target=_say_while_waiting, args=[cluster, joined], daemon=True
-    ).start()
     try:
-        check_call(_LIB.MXKVStoreCreate(c_str("dist_sync"), ctypes.byref(handle)))
+        with _said_while_waiting(
+            f"Waiting for the whole job to join: {cluster.num_workers} workers, "
+            f"{cluster.num_servers} servers and the scheduler "
+            f"({os.environ['DMLC_PS_ROOT_URI']} port {os.environ['DMLC_PS_ROOT_PORT']}). "
+            "Is every role running, and does every worker create its store?"
+        ):
+            check_call(_LIB.MXKVStoreCreate(c_str("dist_sync"), ctypes.byref(handle)))
     finally:
         os.umask(umask)
-        joined.set()
     mx.profiler.set_kvstore_handle(handle)
     return _NativeStore(handle)
 
 
-def _say_while_waiting(cluster: Cluster, joined: threading.Event) -> None:
-    """Tell every few seconds what a worker that hears nothing is waiting for."""
-    start = time.monotonic()
-    while not joined.wait(_JOIN_NOTE_S):
-        _logger.warning(
-            "Waiting for the whole job to join since %.0f s: %d workers, %d servers and "
-            "the scheduler (%s port %s). Is every role running, and does every worker "
-            "create its store?",
-            time.monotonic() - start,
-            cluster.num_workers,
-            cluster.num_servers,
-            os.environ["DMLC_PS_ROOT_URI"],
-            os.environ["DMLC_PS_ROOT_PORT"],
-        )
+@contextlib.contextmanager
+def _said_while_waiting(message: str) -> Iterator[None]:
+    """Say every few seconds what a worker that hears nothing is waiting for."""
+    done, start = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not done.wait(_WAIT_NOTE_S):
+            _logger.warning("%s (since %.0f s)", message, time.monotonic() - start)
+
+    threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def _not_ours(server: int, protocol: int) -> str:

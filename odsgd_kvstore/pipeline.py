@@ -1,7 +1,7 @@
 """The steps of one store on this worker, in the algorithm's words.
 
 Who holds what: `buffers.py`. When a step is warm-up: `schedule.py`. How L is made:
-`local_update.py`. What travels: `connection.py`. Here they meet; no arithmetic.
+`local_update.py`. What travels: `transport.py`. Here they meet; no arithmetic.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
 from . import local_update
-from .assignment import Assignment
 from .buffers import Replicated
 from .config import Config
 from .errors import ConfigError, JobError
+from .give_assigned import Assignment
 from .hyper import HyperParameters
 from .keys import UserKeys
 from .schedule import Schedule
@@ -47,7 +47,8 @@ class Pipeline:
     assignment : Assignment
         Weights that the user assigned since the last step.
     find_assigned : callable
-        Notes in `assignment` what the host object knows to be assigned.
+        Set by the host object (`Trainer`), which alone can know of new weights: notes
+        them in `assignment`. Called before each step and evaluation.
     """
 
     def __init__(
@@ -78,20 +79,34 @@ class Pipeline:
         self._optimizer = optimizer
 
     def starts_step(self, record: Replicated) -> bool:
-        """Whether a push of `record` begins a new step: its second in this one."""
-        return self._hyper is None or record.step == self._step
+        """Whether a push of `record` begins a new step.
 
-    def begin_step(self) -> None:
+        It does when it is the parameter's second in this step, or the optimizer was
+        changed.
+        """
+        if self._hyper is None or record.step == self._step:
+            return True
+        return bool(self._hyper.changed())
+
+    def begin_step(self, records: Sequence[Replicated] = ()) -> None:
         """Start a step on this rank; at the first, the servers get the optimizer.
 
-        Waits for the servers only if hyper-parameters were changed since the last
-        step, or new keys have come.
+        Parameters
+        ----------
+        records : sequence of Replicated
+            The parameters that will be stepped, as far as they are known.
+
+        Notes
+        -----
+        Waits only at the first step; for this rank's pulls and the servers' obedience
+        when the optimizer was changed or a parameter is new or comes back after a
+        pause; and, collectively, when weights were assigned.
         """
         self.check()
         if self._hyper is None:
             self._begin()
         else:
-            self._follow_changes()
+            self._follow_changes(records)
         self.find_assigned()
         if self.assignment.is_due:
             self._wait()
@@ -134,9 +149,9 @@ class Pipeline:
 
         During warm-up L(i,t+1) will be W(t+1), and only the rule's state takes note.
         """
-        local_weight = record.make_local()
         if self._config.delay == 0:
             return
+        local_weight = record.make_local()
         if self._schedule.is_warmup(record.update):
             self._rule.observe(
                 record.index, local_weight, record.global_weight, gradient
@@ -153,7 +168,8 @@ class Pipeline:
         Returns before it is done. During warm-up the weights receive W(t+1), and the
         next forward pass waits for it; later the next step's local update does.
         """
-        self._announce(record)
+        if self._offset(record) != record.offset:
+            self._tell({}, [record])
         warmup = self._schedule.is_warmup(record.update)
         targets = record.pull_targets(warmup)
         self._connection.pushpull(record.native, gradient, targets)
@@ -193,11 +209,11 @@ class Pipeline:
             for record in self._local()
         ]
         self.synchronize()
-        self._holds_global = True
+        outer, self._holds_global = self._holds_global, True
         try:
             yield
         finally:
-            self._holds_global = False
+            self._holds_global = outer
             for record, local_weights, base in kept:
                 for weight, local_weight in zip(record.weights, local_weights):
                     local_weight.copyto(weight)
@@ -221,11 +237,15 @@ class Pipeline:
 
     def _wait(self) -> None:
         """Until this rank's pulls are here; raise what a server reported."""
+        self._wait_for_pulls()
+        self._connection.check_now()
+
+    def _wait_for_pulls(self) -> None:
+        """Until W of every step that this rank has made is here."""
         for record in self._stepped():
             for array in [record.global_weight, *record.weights]:
                 if array is not None:
                     array.wait_to_read()
-        self._connection.check_now()
 
     def _begin(self) -> None:
         """The first step: agree on it, and give the servers the optimizer."""
@@ -237,6 +257,23 @@ class Pipeline:
                 "update_on_kvstore out (or True), and unset MXNET_UPDATE_ON_KVSTORE."
             )
         self._hyper = HyperParameters(optimizer, self._number)
+        self._rescale = self._agree_on_start(optimizer)
+        self._rule = local_update.create(
+            self._config.local_optimizer,
+            self._config.local_optimizer_params,
+            optimizer,
+            self._rescale * self._connection.num_workers,
+        )
+        self._step = optimizer.begin_num_update + 1
+        self._rule.follow({}, self._step)
+        if self._connection.rank == 0:
+            self._connection.command(
+                self._hyper.begin(self._step, self.records, self._rescale)
+            )
+        self._log_start()
+
+    def _agree_on_start(self, optimizer: opt.Optimizer) -> float:
+        """Compare the ranks' optimizers; rank 0's rescale_grad, which the servers use."""
         rows = self._connection.exchange(
             {
                 "op": f"first step of store {self._number}",
@@ -256,37 +293,37 @@ class Pipeline:
                 mine,
                 theirs,
             )
-        self._rescale = rows[0]["rescale_grad"]
-        self._rule = local_update.create(
-            self._config.local_optimizer,
-            self._config.local_optimizer_params,
-            optimizer,
-            self._rescale * self._connection.num_workers,
-        )
-        self._step = optimizer.begin_num_update + 1
-        self._rule.follow({}, self._step)
-        if self._connection.rank == 0:
-            self._connection.command(
-                self._hyper.begin(self._step, self.records, self._rescale)
-            )
-        self._log_start()
+        return rows[0]["rescale_grad"]
 
-    def _follow_changes(self) -> None:
+    def _follow_changes(self, records: Sequence[Replicated]) -> None:
         """A later step: the rule and the servers get what was changed since the last."""
         changes = self._hyper.changes()
         self._step += 1
         self._rule.follow(changes, self._step)
-        if self._connection.rank == 0:
-            message = self._hyper.change(self._step, self.records, changes)
-            if message:
-                self._connection.command(message)
+        self._tell(changes, records)
 
-    def _announce(self, record: Replicated) -> None:
-        """Tell the servers of a key that came, or paused, in the middle of training."""
-        offset = self._step - self._optimizer.begin_num_update - record.update - 1
-        if offset != record.offset and self._connection.rank == 0:
-            self._connection.command(self._hyper.offset(self._step, record, offset))
-        record.offset = offset
+    def _tell(self, changes: dict[str, Any], records: Sequence[Replicated]) -> None:
+        """Rank 0: send the servers what is new, to hold from this step on.
+
+        Its own pulls are waited for first: all earlier updates are done then, so that
+        none can take what is sent for its own.
+        """
+        offsets = {}
+        for record in records:
+            offset = self._offset(record)
+            if offset != record.offset:
+                offsets[record.native] = [record.update + 1, offset]
+                record.offset = offset
+        if self._connection.rank != 0:
+            return
+        message = self._hyper.change(self._step, self.records, changes, offsets)
+        if message:
+            self._wait_for_pulls()
+            self._connection.command(message)
+
+    def _offset(self, record: Replicated) -> int:
+        """By how many steps a parameter came later, or paused."""
+        return self._step - self._optimizer.begin_num_update - record.update - 1
 
     def _log_start(self) -> None:
         """One line, from rank 0, on what is trained and what parameters hold."""

@@ -47,6 +47,9 @@ class ExitHooks:
                     hooks.code = status_of(status)
                 return status
 
+            def __reduce__(self) -> Any:
+                return SystemExit, (status,)
+
         Exit.__name__ = Exit.__qualname__ = "SystemExit"
         raise Exit(status)
 

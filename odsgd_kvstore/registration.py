@@ -8,10 +8,10 @@ from typing import Any, Callable
 from mxnet import kvstore as mxnet_kvstore
 from mxnet.module import Module
 
-from .assigned import marks_assigned
-from .connection import is_native_open
+from .connection import is_native_open, note_native
 from .errors import ConfigError
 from .kvstore import ODSGDStore
+from .notice_assigned import marks_assigned
 
 STORE_TYPES = {
     "dist_odsgd": ODSGDStore,
@@ -32,13 +32,11 @@ def register() -> None:
 
 def _guarded(create: Callable[..., Any]) -> Callable[..., Any]:
     """`create` that raises where a second native distributed store would hang."""
-    native: list[str] = []  # types of MXNet's own; a deleted one cannot be made again
 
     @functools.wraps(create)
     def guarded(name: str = "local") -> Any:
         kind = name.lower() if isinstance(name, str) else ""
-        is_own_type = kind in STORE_TYPES
-        is_native = "dist" in kind and not is_own_type
+        is_native = "dist" in kind and kind not in STORE_TYPES
         if is_native and is_native_open():
             raise ConfigError(
                 f"A store of type {name!r} was asked for in a process that has a "
@@ -46,16 +44,9 @@ def _guarded(create: Callable[..., Any]) -> Callable[..., Any]:
                 "process and would hang. Use dist_odsgd for both (each create gives a "
                 "store with its own keys and optimizer), or run two jobs."
             )
-        if is_own_type and native:
-            raise ConfigError(
-                f"A store of type {name!r} was asked for in a process that has a "
-                f"{native[0]!r} store. MXNet can have one distributed "
-                "connection per process and would hang. Use dist_odsgd for both, or "
-                "run two jobs."
-            )
         store = create(name)
         if is_native and isinstance(store, mxnet_kvstore.KVStore):
-            native.append(kind)
+            note_native(kind)
         return store
 
     return guarded

@@ -1,7 +1,7 @@
-"""When a step is warm-up and how old its weights are: integers only, no arrays.
+"""Which updates are synchronous, and how old the weights beneath one are: integers.
 
-The only module that knows that the delay is one step (`algorithm.md`: the
-recurrences of Xu et al., ACM TACO 17(4), 2020).
+The delay is one step (the recurrences of Xu et al., ACM TACO 17(4), 2020); the one
+place where warm-up is decided.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Server:
         except Exception:
             self._fail()
 
-    def update(self, key: int, gradient: nd.NDArray, stored: nd.NDArray) -> None:
+    def update(self, key: int, stored: nd.NDArray, gradient: nd.NDArray) -> None:
         """Apply an aggregated push to `stored`; after a failure, nothing any more."""
         try:
             if not self.error:
@@ -168,7 +168,7 @@ def serve() -> None:
         if not servers:
             os.umask(umask)
             store._set_updater(
-                lambda key, grad, stored: server().update(key, grad, stored)
+                lambda key, grad, stored: server().update(key, stored, grad)
             )
         server().command(py_str(body))
 

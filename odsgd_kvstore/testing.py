@@ -12,7 +12,6 @@ import faulthandler
 import functools
 import os
 import pickle
-import secrets
 import signal
 import sys
 import tempfile
@@ -21,7 +20,8 @@ from typing import Any, Callable, Iterator, Mapping
 
 from .errors import JobError, JobTimeout
 from .launch import JobResult
-from .launch.commands import LocalJob, choose_ports, plan_local, socket_path
+from .launch.commands import LocalJob
+from .launch.local import new_job
 from .launch.processes import run_roles
 
 _LAST_LINES = 15
@@ -89,19 +89,11 @@ def run_local(
                 "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)
             },
         )
-        ports = choose_ports(job.num_roles)
-        roles = plan_local(
-            job,
-            os.environ,
-            ports,
-            secrets.token_hex(32),
-            secrets.token_hex(4),
-            os.cpu_count() or 1,
-        )
+        roles, sockets = new_job(job, os.environ)
         result = run_roles(
             roles,
             timeout=timeout,
-            sockets=[socket_path(port) for port in ports],
+            sockets=sockets,
             dump_signal=signal.SIGUSR1,
             dump_kinds=("worker", "server", "scheduler"),
         )

@@ -11,12 +11,13 @@ from mxnet import gluon
 from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
-from .assigned import AssignedParameters
+from .buffers import Replicated
 from .checks import check_optimizer, check_parameter, check_update_on_kvstore
 from .config import Cluster, Config
 from .errors import ConfigError, NotSupportedYet
 from .evaluation import global_weights, synchronize
 from .kvstore import ODSGDStore
+from .notice_assigned import AssignedParameters
 from .pipeline import Pipeline
 
 _STORE_NAMES = ("dist_odsgd", "dist_device_odsgd")
@@ -138,14 +139,15 @@ class Trainer(gluon.Trainer):
 
         Notes
         -----
-        Returns before the work is done and does not wait for the network; reading a
-        parameter ends the local update, `synchronize` the pull.
+        Returns before the work is done; reading a parameter ends the local update,
+        `synchronize` the pull. It waits for the network only at the first step, when
+        the optimizer was changed, a parameter comes back after a pause, or weights
+        were assigned.
         """
         pipeline = self._ready(batch_size)
         stepped = self._gradients(ignore_stale_grad)
-        pipeline.begin_step()
-        for key, gradients, weights in stepped:
-            record = pipeline.records[key]
+        pipeline.begin_step([record for record, _, _ in stepped])
+        for record, gradients, weights in stepped:
             gradient = pipeline.stage(record, gradients, weights)
             pipeline.local_update(record, gradient)
             pipeline.global_update(record, gradient)
@@ -275,8 +277,9 @@ class Trainer(gluon.Trainer):
 
     def _gradients(
         self, ignore_stale_grad: bool
-    ) -> list[tuple[int, list[nd.NDArray], list[nd.NDArray]]]:
-        """(key, gradients, weights) of the parameters of this step."""
+    ) -> list[tuple[Replicated, list[nd.NDArray], list[nd.NDArray]]]:
+        """(record, gradients, weights) of the parameters of this step."""
+        records = self._kvstore.pipeline.records
         late = {param.name for param in self._params_to_init}
         stepped = []
         for key, param in enumerate(self._params):
@@ -284,7 +287,7 @@ class Trainer(gluon.Trainer):
                 continue
             weights = param.list_data()
             if all(weight._fresh_grad for weight in weights):
-                stepped.append((key, param.list_grad(), weights))
+                stepped.append((records[key], param.list_grad(), weights))
             elif not ignore_stale_grad:
                 raise UserWarning(_stale(param, self._kvstore.rank))
         for _, _, weights in stepped:
@@ -324,8 +327,8 @@ def _config_of(kvstore: Any, controls: Mapping[str, Any]) -> Config:
         if given:
             raise ConfigError(
                 f"{', '.join(given)} came with a store that exists and has its own "
-                "settings. Give them to the store (ODSGDStore(Config(...))), or pass "
-                "kvstore='dist_odsgd'."
+                "settings. Give them to the store, as ODSGDStore(odsgd_kvstore.config."
+                "Config(...)), or pass kvstore='dist_odsgd'."
             )
         return kvstore.config
     if not isinstance(kvstore, str) or kvstore.lower() not in _STORE_NAMES:

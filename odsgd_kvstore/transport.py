@@ -124,21 +124,21 @@ class Standalone(Connection):
             "WORKERS -s SERVERS -- python train.py'."
         )
 
-    def init(self, keys, values) -> None:
+    def init(self, keys: Sequence[int], values: Sequence[nd.NDArray]) -> None:
         for key, value in zip(keys, values):
             self._stored[key] = value.copyto(mx.cpu()).reshape(-1)
 
-    def pushpull(self, key, value, outs) -> None:
+    def pushpull(self, key: int, value: nd.NDArray, outs: Sequence[nd.NDArray]) -> None:
         stored = self._stored[key]
-        self._server.update(key, value.reshape(-1).as_in_context(mx.cpu()), stored)
+        self._server.update(key, stored, value.reshape(-1).as_in_context(mx.cpu()))
         for out in outs:
             stored.reshape(out.shape).copyto(out)
 
-    def pull(self, keys, outs) -> None:
+    def pull(self, keys: Sequence[int], outs: Sequence[nd.NDArray]) -> None:
         for key, out in zip(keys, outs):
             self._stored[key].reshape(out.shape).copyto(out)
 
-    def command(self, body) -> None:
+    def command(self, body: Mapping[str, Any]) -> None:
         self._server.command(self._sealer.seal(body, [self._server.nonce]))
         self.check()
 
@@ -152,7 +152,7 @@ class Standalone(Connection):
     def barrier(self) -> None:
         pass
 
-    def _gather(self, row):
+    def _gather(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [dict(row)]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from typing import Callable
 
 from .process_exit import end_now
@@ -56,10 +57,13 @@ class StatusWatch:
                 return
 
     def _give_up_unless_told(self, error: str, told: threading.Event) -> None:
-        if not told.wait(_GRACE_S) and not self._stop.is_set():
-            print(
-                f"odsgd_kvstore: {error}\nThis worker is blocked and cannot raise it; "
-                "ending the process.",
-                file=sys.stderr,
-            )
-            end_now(1)
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline:
+            if told.wait(_PERIOD_S) or self._stop.is_set():
+                return
+        print(
+            f"odsgd_kvstore: {error}\nThis worker is blocked and cannot raise it; ending "
+            "the process.",
+            file=sys.stderr,
+        )
+        end_now(1)

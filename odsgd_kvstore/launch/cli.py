@@ -6,7 +6,6 @@ import importlib.util
 import math
 import os
 import queue
-import secrets
 import shlex
 import signal
 import sys
@@ -22,14 +21,12 @@ from odsgd_kvstore.launch import JobResult
 from odsgd_kvstore.launch.commands import (
     LocalJob,
     Role,
-    choose_ports,
     describe,
     parse_env,
     parse_pairs,
-    plan_local,
     show_command,
-    socket_path,
 )
+from odsgd_kvstore.launch.local import new_job
 from odsgd_kvstore.launch.processes import EXIT_BROKEN_PIPE, run_roles
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "kubernetes")
@@ -151,16 +148,14 @@ def launch(context: click.Context, command: tuple[str, ...], **options: Any) -> 
     try:
         job = _job(command, options)
         timeout = _seconds(options["timeout"])
-        ports = choose_ports(job.num_roles)
-        key, job_id = secrets.token_hex(32), secrets.token_hex(4)
-        roles = plan_local(job, os.environ, ports, key, job_id, _cores())
+        roles, sockets = new_job(job, os.environ)
     except LaunchError as error:
         raise click.UsageError(str(error), context) from error
     if options["dry_run"]:
         click.echo(explain(roles, os.environ))
         return
     _check_mxnet()
-    context.exit(_run(roles, timeout, [socket_path(port) for port in ports]))
+    context.exit(_run(roles, timeout, sockets))
 
 
 def _refuse_unsupported(options: Mapping[str, Any]) -> None:
@@ -200,13 +195,6 @@ def _seconds(timeout: float | None) -> float | None:
     if timeout is not None and not (0 < timeout < math.inf):
         raise LaunchError(f"--timeout is {timeout:g}; give a number of seconds over 0")
     return timeout
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _check_mxnet() -> None:

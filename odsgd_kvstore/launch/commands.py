@@ -24,6 +24,7 @@ STALE_VARIABLES |= {"DMLC_SERVER_ID", "PORT", "ODSGD_LOCAL_RANK"}
 # MXNet 1.9.1 was seen to accept any int32 here; over 100,000,000 no file that
 # people name by a port or a process number is in the way.
 FIRST_PORT, LAST_PORT = 100_000_000, 2_000_000_000
+STOCK_SERVER = "import numpy; numpy.bool = bool; import mxnet"  # serves at import
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _PAIR = re.compile(r"([^:=]*)([:=]?)(.*)\Z", re.DOTALL)
 
@@ -202,10 +203,6 @@ def _place_env(kind: str, rank: int, port: int | None) -> dict[str, str]:
     if kind == "worker":
         env["ODSGD_LOCAL_RANK"] = str(rank)
     return env
-
-
-# MXNet serves at import in a server's role; NumPy 1.24 removed an alias that it needs.
-STOCK_SERVER = "import numpy; numpy.bool = bool; import mxnet"
 
 
 def _argv(job: LocalJob, kind: str) -> tuple[str, ...]:

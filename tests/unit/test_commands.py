@@ -188,7 +188,8 @@ def test_overlapping_head_and_tail_are_refused():
 )
 @pytest.mark.parametrize("key", [KEY, b""])
 def test_malformed_inside_is_refused(outer, key):
-    refused(put_together(outer), "malformed|wrong seal", Opener(key, JOB, NONCE))
+    why = "malformed|wrong seal|no ODSGD_KEY"
+    refused(put_together(outer), why, Opener(key, JOB, NONCE))
 
 
 @pytest.mark.parametrize("inside", ["!", "ab", "\u00e9"])
@@ -323,3 +324,8 @@ def test_what_json_would_change_is_pickled(value):
         if isinstance(value, np.ndarray)
         else (there == value)
     )
+
+
+def test_sealed_command_is_refused_where_it_cannot_be_checked():
+    envelope = Sealer(KEY, JOB, 0).seal({"op": "hello"}, [])
+    refused(envelope, "no ODSGD_KEY to check it with", Opener(b"", JOB, NONCE))

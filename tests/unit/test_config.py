@@ -104,6 +104,12 @@ def test_rule_given_as_argument_leaves_out_the_variable_s_learning_rate():
     assert config == Config("mirror")
 
 
+def test_learning_rate_variable_holds_for_an_optimizer_given_as_argument():
+    environ = {"ODSGD_LOCAL_LR": "0.25"}
+    config = Config.from_environment(environ, local_optimizer="sgd")
+    assert config == Config("sgd", {"learning_rate": 0.25})
+
+
 def test_empty_variable_is_not_set():
     environ = {"ODSGD_WARMUP_STEPS": "", "ODSGD_DELAY": "", "ODSGD_LOCAL_LR": ""}
     assert Config.from_environment(environ) == Config()

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from odsgd_kvstore.errors import LaunchError
-from odsgd_kvstore.launch import Failure, cli, commands
+from odsgd_kvstore.launch import Failure, cli, commands, local
 from odsgd_kvstore.launch.commands import STOCK_SERVER, LocalJob, plan_local
 from odsgd_kvstore.launch.processes import LineSplitter
 
@@ -223,7 +223,7 @@ def run(monkeypatch):
     monkeypatch.setattr(
         cli, "run_roles", lambda *args, **kwargs: pytest.fail("started")
     )
-    monkeypatch.setattr(cli.secrets, "token_hex", lambda size: KEY)
+    monkeypatch.setattr(local.secrets, "token_hex", lambda size: KEY)
     monkeypatch.setenv("INHERITED_SECRET", "inherited-value")
     for name in ("ODSGD_KEY", "ODSGD_KEY_FILE"):
         monkeypatch.delenv(name, raising=False)
