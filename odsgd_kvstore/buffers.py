@@ -13,6 +13,8 @@ from typing import Any, Sequence
 from mxnet import ndarray as nd
 from mxnet.context import Context
 
+from .errors import ConfigError
+
 
 @dataclass
 class Replicated:
@@ -85,6 +87,11 @@ class Replicated:
         One array per parameter, used again each step: the engine then keeps the
         steps of a parameter in order (fresh ones gave wrong sums in MXNet 1.9.1).
         """
+        if len(gradients) != len(self.others) + 1:
+            raise ConfigError(
+                f"Parameter {self.key} came with gradients of {len(gradients)} devices; "
+                f"it began with {len(self.others) + 1}, and keeps that number."
+            )
         gradients[0].copyto(self.staging)
         for gradient, other in zip(gradients[1:], self.others):
             gradient.copyto(other)
@@ -114,14 +121,17 @@ class Replicated:
         kept = [] if target is None else [target]
         return kept + self.weights if warmup else kept
 
-    def advance(self, warmup: bool, step: int) -> None:
-        """Count the update whose W(t+1) is on its way into `pull_targets`."""
+    def advance(self, staleness: int, step: int) -> None:
+        """Count the update whose W(t+1) is on its way into `pull_targets`.
+
+        `staleness` is that of the next gradient: 0 if L(t+1) is W(t+1).
+        """
         if self.spare is not None:
             self.global_weight, self.spare = self.spare, self.global_weight
-        self.base = self.update + 1 if warmup else self.update
         self.update += 1
+        self.base = self.update - staleness
         self.step = step
-        self.is_local = not warmup
+        self.is_local = staleness > 0
 
     def use_global(self) -> None:
         """Make L = W in every device's array; returns before the pull is done."""

@@ -20,12 +20,25 @@ _NORM_BASED = ("LARS", "LAMB", "LBSGD")
 def check_optimizer(optimizer: opt.Optimizer, config: Config, num_servers: int) -> None:
     """Refuse an optimizer that the servers or the local update cannot run.
 
+    Parameters
+    ----------
+    optimizer : mxnet.optimizer.Optimizer
+        The global optimizer.
+    config : Config
+    num_servers : int
+        0 when stand-alone.
+
     Raises
     ------
     ConfigError, NotSupportedYet
     """
     if not isinstance(optimizer, opt.Optimizer):
         raise ConfigError(f"{optimizer!r} is not an mxnet.optimizer.Optimizer.")
+    if optimizer.allow_np_array:
+        raise NotSupportedYet(
+            "MXNet's NumPy arrays (mx.npx.set_np) are not supported yet with dist_odsgd. "
+            "Leave set_np out."
+        )
     _check_kind(optimizer, num_servers)
     commands.encode_optimizer(optimizer)
     local_update.create(
@@ -101,10 +114,10 @@ def _check_kind(optimizer: opt.Optimizer, num_servers: int) -> None:
                 "its momentum correction follows a changing learning rate for the "
                 "first key only; pass momentum_correction=False"
             )
-    elif name == "Nadam" and num_servers > 1:
+    elif name == "Nadam" and num_servers > 0:
         reason = (
-            f"its momentum schedule advances once per key and server, so {num_servers} "
-            "servers would train differently; use 1 server"
+            "its momentum schedule advances with every key, in the order in which keys "
+            "happen to arrive at a server"
         )
     if reason:
         raise ConfigError(

@@ -43,7 +43,7 @@ def connect() -> Connection:
     if _open is None:
         if _native_types:
             raise ConfigError(
-                f"A dist_odsgd store was asked for in a process that has made a "
+                "A 'dist_odsgd' store was asked for in a process that has made a "
                 f"{_native_types[0]!r} store. MXNet can have one distributed connection "
                 "per process and would hang. Use dist_odsgd for both, or run two jobs."
             )

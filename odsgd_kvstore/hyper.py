@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any, Iterable, Mapping
 
@@ -32,6 +33,8 @@ class HyperParameters:
     def __init__(self, optimizer: opt.Optimizer, store: int) -> None:
         self._optimizer, self._store = optimizer, store
         self._seen = hyper_parameters(optimizer)
+        self._had_momentum = bool(getattr(optimizer, "momentum", 0))
+        self._servers_schedule = copy.deepcopy(optimizer.lr_scheduler)
         self._multipliers: dict[int, list[float]] = {}
         self._steps_changed = 0
 
@@ -45,16 +48,33 @@ class HyperParameters:
             and self._seen[name] != value
         }
 
-    def changes(self) -> dict[str, Any]:
-        """As `changed`; from now on they are known.
+    def changes(self, step: int) -> dict[str, Any]:
+        """As `changed`, with a schedule that was changed in place; now they are known.
+
+        Parameters
+        ----------
+        step : int
+            From which they will hold.
 
         Raises
         ------
         ConfigError
-            Momentum was switched on, which needs state that does not exist.
+            Momentum was switched on, which needs state that does not exist, or an
+            attribute is not plain any more.
         """
         changed = self.changed()
-        if changed.get("momentum") and not self._seen.get("momentum"):
+        if self._schedule_drifted(step):
+            changed["lr_scheduler"] = self._optimizer.lr_scheduler
+        if "lr_scheduler" in changed:
+            self._servers_schedule = copy.deepcopy(changed["lr_scheduler"])
+        lost = self._seen.keys() - hyper_parameters(self._optimizer).keys()
+        if lost:
+            name = min(lost)
+            raise ConfigError(
+                f"The optimizer's {name} was set to {getattr(self._optimizer, name)!r}; "
+                "allowed is a plain number, such as 0.1."
+            )
+        if changed.get("momentum") and not self._had_momentum:
             raise ConfigError(
                 f"momentum was changed from 0 to {changed['momentum']} during training, "
                 "and the servers keep no momentum for it. Start with the momentum you "
@@ -63,6 +83,13 @@ class HyperParameters:
         self._seen.update(changed)
         self._warn_if_changed_by_hand(bool(changed))
         return changed
+
+    def _schedule_drifted(self, step: int) -> bool:
+        """Whether the user's schedule gives another value than the servers' copy."""
+        schedule = self._optimizer.lr_scheduler
+        if schedule is None or self._servers_schedule is None:
+            return False
+        return schedule(step) != self._servers_schedule(step)
 
     def begin(
         self, step: int, records: Iterable[Replicated], rescale: float
@@ -140,9 +167,9 @@ def multipliers_of(optimizer: opt.Optimizer, index: Any) -> list[float]:
     """[lr_mult, wd_mult], looked up in the order of `Optimizer._get_lrs`."""
     if index in optimizer.param_dict:
         parameter = optimizer.param_dict[index]
-        return [parameter.lr_mult, parameter.wd_mult]
+        return [float(parameter.lr_mult), float(parameter.wd_mult)]
     name = optimizer.idx2name.get(index)
     return [
-        table[index] if index in table else table.get(name, 1.0)
+        float(table[index] if index in table else table.get(name, 1.0))
         for table in (optimizer.lr_mult, optimizer.wd_mult)
     ]

@@ -116,7 +116,9 @@ class ODSGDStore(mx.kvstore.KVStore):
         ConfigError
             The optimizer cannot run on servers, or the local update does not fit it.
         """
-        check_optimizer(optimizer, self.config, self._connection.num_servers)
+        job = self._connection
+        num_servers = 0 if job.is_standalone else job.num_servers
+        check_optimizer(optimizer, self.config, num_servers)
         self.pipeline.set_optimizer(optimizer)
         self._optimizer = optimizer
 
@@ -334,6 +336,16 @@ class ODSGDStore(mx.kvstore.KVStore):
 
 def _grouped(key: Any, value: Any, out: Any) -> list[tuple[UserKey, list, list]]:
     """(key, values, outs) per key, whatever the nesting that KVStore allows."""
+    triples = _nested(key, value, out)
+    for user_key, values, outs in triples:
+        if not values or out is not None and not outs:
+            raise ConfigError(f"Key {user_key} came with an empty list of arrays.")
+    return triples
+
+
+def _nested(
+    key: Any, value: Any, out: Any
+) -> list[tuple[UserKey, list[Any], list[Any]]]:
     if not isinstance(key, (list, tuple)):
         return [(key, as_list(value), [] if out is None else as_list(out))]
     outs = [None] * len(key) if out is None else out

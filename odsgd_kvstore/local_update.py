@@ -46,7 +46,7 @@ class LocalUpdate:
     def follow(self, changes: Mapping[str, Any], step: int) -> None:
         """Take the global optimizer's changed hyper-parameters, from `step` on."""
         for name, value in changes.items():
-            setattr(self._optimizer, name, value)
+            setattr(self._optimizer, name, _own(value))
         self._optimizer.num_update = step
         for name in _MULTIPLIERS:  # set_lr_mult makes a new dict
             setattr(self._optimizer, name, getattr(self._original, name))
@@ -186,7 +186,7 @@ class NamedOptimizer(Replica):
 
     def follow(self, changes: Mapping[str, Any], step: int) -> None:
         for name, value in changes.items():
-            setattr(self._global, name, value)
+            setattr(self._global, name, _own(value))
         self._global.num_update = self._optimizer.num_update = step
         for name in _MULTIPLIERS:
             setattr(self._optimizer, name, getattr(self._original, name))
@@ -297,10 +297,16 @@ def uncounted_copy(optimizer: opt.Optimizer) -> opt.Optimizer:
         if type(value) in (dict, list):
             setattr(twin, name, copy.copy(value))
     twin.param_dict = optimizer.param_dict
+    twin.lr_scheduler = _own(optimizer.lr_scheduler)
     twin.num_update = optimizer.begin_num_update
     twin._all_index_update_counts = {0: {}}
     twin._index_update_count = twin._all_index_update_counts[0]
     return twin
+
+
+def _own(value: Any) -> Any:
+    """A learning-rate schedule changes itself: a copy of one. Else the value."""
+    return value if isinstance(value, _PLAIN) else copy.deepcopy(value)
 
 
 def hyper_parameters(optimizer: opt.Optimizer) -> dict[str, Any]:

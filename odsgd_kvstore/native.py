@@ -117,7 +117,11 @@ class Native(Connection):
             print(f"odsgd_kvstore: {error}", file=sys.stderr)
             process_exit.end_now(1)
         native, self._native = self._native, None
-        native.free()
+        with _said_while_waiting(
+            f"Rank {self.rank} has ended its program and waits for all other workers to "
+            "end theirs. Did every rank make the same number of steps?"
+        ):
+            native.free()
 
     def _gather(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         mine = json.dumps(row).encode()

@@ -63,6 +63,7 @@ class Pipeline:
         self._rule: local_update.LocalUpdate | None = None  # likewise
         self._rescale = 1.0
         self._step = 0
+        self._newest = -1  # native key of the newest push
         self.assignment = Assignment(connection, self.records, number)
         self.find_assigned: Callable[[], None] = lambda: None
         self._holds_global = False
@@ -81,12 +82,14 @@ class Pipeline:
     def starts_step(self, record: Replicated) -> bool:
         """Whether a push of `record` begins a new step.
 
-        It does when it is the parameter's second in this step, or the optimizer was
-        changed.
+        It does when it is the parameter's second in this step, when a parameter that
+        paused comes before the one that was pushed last (MXNet pushes in the order of
+        creation, in which native keys rise), or when the optimizer was changed.
         """
         if self._hyper is None or record.step == self._step:
             return True
-        return bool(self._hyper.changed())
+        paused = 0 <= record.step < self._step - 1
+        return paused and record.native < self._newest or bool(self._hyper.changed())
 
     def begin_step(self, records: Sequence[Replicated] = ()) -> None:
         """Start a step on this rank; at the first, the servers get the optimizer.
@@ -114,13 +117,13 @@ class Pipeline:
         self._optimizer.num_update = max(self._optimizer.num_update, self._step)
         self._stats["steps"] += 1
 
-    def check(self) -> None:
-        """Raise unless a step may be made now; never waits."""
+    def check(self, what: str = "A step was made") -> None:
+        """Raise unless weights may be changed now, as `what` says; never waits."""
         self._connection.check()
         if self._holds_global:
             raise JobError(
-                "A step was made inside global_weights(), where the parameters hold "
-                "global weights only for evaluation. Leave the context first."
+                f"{what} inside global_weights(), where the parameters hold global "
+                "weights only for evaluation. Leave the context first."
             )
 
     def stage(
@@ -173,12 +176,13 @@ class Pipeline:
         warmup = self._schedule.is_warmup(record.update)
         targets = record.pull_targets(warmup)
         self._connection.pushpull(record.native, gradient, targets)
+        self._newest = record.native
         staleness = record.update - record.base
         self._stats["staleness"] = staleness
         self._stats["max_staleness"] = max(self._stats["max_staleness"], staleness)
         self._stats["pushed_bytes"] += 4 * record.size
         self._stats["pulled_bytes"] += 4 * record.size
-        record.advance(warmup, self._step)
+        record.advance(self._schedule.staleness(record.update + 1), self._step)
 
     def settle(self) -> None:
         """L = W for every parameter that was not stepped in this step."""
@@ -297,7 +301,7 @@ class Pipeline:
 
     def _follow_changes(self, records: Sequence[Replicated]) -> None:
         """A later step: the rule and the servers get what was changed since the last."""
-        changes = self._hyper.changes()
+        changes = self._hyper.changes(self._step + 1)
         self._step += 1
         self._rule.follow(changes, self._step)
         self._tell(changes, records)

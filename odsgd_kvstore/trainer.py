@@ -100,6 +100,7 @@ class Trainer(gluon.Trainer):
         }
         self._config = _config_of(kvstore, controls)
         self._assigned = AssignedParameters()
+        _leave_global_weights(params)
         super().__init__(
             params,
             optimizer,
@@ -110,7 +111,7 @@ class Trainer(gluon.Trainer):
         for param in self._params:
             check_parameter(param)
         cluster = Cluster.from_environment()
-        num_servers = cluster.num_servers if cluster else 1
+        num_servers = cluster.num_servers if cluster else 0
         check_optimizer(self._optimizer, self._config, num_servers)
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
@@ -256,15 +257,16 @@ class Trainer(gluon.Trainer):
 
     def _init_params(self) -> None:
         """Broadcast, in one go, the parameters that have their shape by now."""
+        nd.waitall()  # of the first backward pass, which may still write statistics
         ready = [p for p in self._params_to_init if not p._deferred_init]
         arrays = [param.list_data() for param in ready]
         own = [weights[0].copy() for weights in arrays]
         self._kvstore.broadcast([self._param2idx[p.name] for p in ready], own, arrays)
         if any((a.asnumpy() != b[0].asnumpy()).any() for a, b in zip(own, arrays)):
             _logger.warning(
-                "Rank %d's initial weights differ from rank 0's, which all ranks have "
-                "from now on; this rank's first gradient was computed at its own. Seed "
-                "every rank alike (mx.random.seed) before net.initialize.",
+                "Rank %d's first weights differ from rank 0's, which all ranks have from "
+                "now on; this rank's first gradient was computed at its own. Seed every "
+                "rank alike (mx.random.seed) before net.initialize.",
                 self._kvstore.rank,
             )
         late = [param for param in self._params_to_init if param._deferred_init]
@@ -300,7 +302,7 @@ class Trainer(gluon.Trainer):
         if self._kvstore is None:
             super()._reset_kvstore()
         else:
-            self._kvstore.pipeline.check()
+            self._kvstore.pipeline.check("Weights were assigned")
             self._assigned.expect(self._known())
 
     def _find_assigned(self) -> None:
@@ -338,6 +340,15 @@ def _config_of(kvstore: Any, controls: Mapping[str, Any]) -> Config:
             "any other type use mxnet.gluon.Trainer."
         )
     return Config.from_environment(**controls)
+
+
+def _leave_global_weights(params: Any) -> None:
+    """Start from the global weights of an earlier Trainer of the same parameters."""
+    listed = params.values() if hasattr(params, "values") else params
+    earlier = {getattr(param, "_trainer", None) for param in listed or ()}
+    for trainer in earlier - {None}:
+        if isinstance(getattr(trainer, "_kvstore", None), ODSGDStore):
+            synchronize(trainer)
 
 
 def _stale(param: gluon.Parameter, rank: int) -> str:

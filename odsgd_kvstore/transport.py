@@ -30,6 +30,7 @@ class Connection(abc.ABC):
     handle : KVStoreHandle
         MXNet's; null when stand-alone.
     rank, num_workers, num_servers : int
+    is_standalone : bool
     bigarray_bound : int
         Arrays of that many numbers are cut over the servers.
     keys : NativeKeys
@@ -42,6 +43,7 @@ class Connection(abc.ABC):
     rank = 0
     num_workers = 1
     num_servers = 1
+    is_standalone = False
     bigarray_bound = 2**31
 
     def __init__(self) -> None:
@@ -111,6 +113,8 @@ class Connection(abc.ABC):
 
 class Standalone(Connection):
     """One worker with the servers' code in its own process; no network."""
+
+    is_standalone = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from odsgd_kvstore import testing
+import odsgd_kvstore
 from odsgd_kvstore.config import Config
 from odsgd_kvstore.errors import ConfigError, HandshakeError, MismatchError, ServerError
+from odsgd_kvstore.launch import local
 from odsgd_kvstore.testing import run_local
 
-ROOT = Path(testing.__file__).absolute().parents[1]
+ROOT = Path(odsgd_kvstore.__file__).absolute().parents[1]
 LIMIT_S = 120
 STUCK_S = 30  # For what was seen to hang; a whole good job takes 5 s.
 MANY = {f"k{i}": i for i in range(60)}
@@ -158,7 +159,7 @@ def refused(kind, parts, fn, timeout=LIMIT_S, **settings):
 
 def altered(monkeypatch, name, argv):
     """Give one role of the next job another command."""
-    plan = testing.plan_local
+    plan = local.plan_local
 
     def planned(*args):
         roles = plan(*args)
@@ -167,7 +168,7 @@ def altered(monkeypatch, name, argv):
                 roles[i] = dataclasses.replace(role, argv=argv)
         return roles
 
-    monkeypatch.setattr(testing, "plan_local", planned)
+    monkeypatch.setattr(local, "plan_local", planned)
 
 
 def test_wrong_argument_on_one_rank_ends_the_job():

@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from odsgd_kvstore import testing
 from odsgd_kvstore.errors import ConfigError, JobError
+from odsgd_kvstore.launch import local
 from odsgd_kvstore.testing import run_local
 
 LIMIT_S = 120
@@ -100,7 +100,7 @@ def test_command_sealed_with_a_guessed_key_is_refused():
 
 
 def test_wrong_key_on_one_server_ends_the_job(monkeypatch):
-    plan = testing.plan_local
+    plan = local.plan_local
 
     def with_another_key(*args):
         return [
@@ -110,7 +110,7 @@ def test_wrong_key_on_one_server_ends_the_job(monkeypatch):
             for role in plan(*args)
         ]
 
-    monkeypatch.setattr(testing, "plan_local", with_another_key)
+    monkeypatch.setattr(local, "plan_local", with_another_key)
     parts = ["server 1", "wrong seal", "another ODSGD_KEY"]
     refused(parts, create_only, num_servers=2)
 
@@ -128,7 +128,7 @@ def test_key_file_that_others_may_read_ends_the_job(tmp_path):
 def test_without_a_key_only_mxnet_s_own_optimizers_are_obeyed(tmp_path, monkeypatch):
     (tmp_path / "own_optimizer.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    plan = testing.plan_local
+    plan = local.plan_local
 
     def without_key(*args):
         return [
@@ -158,7 +158,7 @@ def test_without_a_key_only_mxnet_s_own_optimizers_are_obeyed(tmp_path, monkeypa
             return weights, str(error)
         return weights, ""
 
-    monkeypatch.setattr(testing, "plan_local", without_key)
+    monkeypatch.setattr(local, "plan_local", without_key)
     env = {"PYTHONPATH": str(tmp_path)}
     weights, text = run_local(train, 1, timeout=LIMIT_S, env=env)[0]
     assert weights == [0.5, 0.5]

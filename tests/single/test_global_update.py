@@ -211,7 +211,7 @@ def test_flatten_goes_through_any_nesting():
     [
         (opt.SGLD(), 1, ["SGLD", "random", "dist_sync"]),
         (opt.DCASGD(momentum=0.9), 1, ["DCASGD", "momentum", "dist_sync"]),
-        (opt.Nadam(), 2, ["Nadam", "2 servers", "use 1 server"]),
+        (opt.Nadam(), 1, ["Nadam", "order in which keys", "dist_sync"]),
         (opt.create("groupadagrad"), 1, ["GroupAdaGrad", "rows", "dist_sync"]),
         ("sgd", 1, ["'sgd'", "mxnet.optimizer.Optimizer"]),
     ],
@@ -227,7 +227,7 @@ def test_optimizer_that_would_train_wrongly_is_refused(optimizer, servers, parts
     "name", sorted(set(opt.Optimizer.opt_registry) - {"sgld", "groupadagrad"})
 )
 def test_every_other_optimizer_is_allowed(name):
-    check_optimizer(opt.create(name), Config(), 1)
+    check_optimizer(opt.create(name), Config(), 0 if name == "nadam" else 1)
 
 
 @pytest.mark.parametrize("kind", [opt.LARS, opt.LAMB, opt.LBSGD])
