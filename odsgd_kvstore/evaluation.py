@@ -75,6 +75,21 @@ def global_weights(x: Any) -> Iterator[None]:
             _mark_dirty(x)
 
 
+def end_earlier_trainers(params: Any) -> None:
+    """Put the global weights of earlier Trainers into the parameters they share.
+
+    Parameters
+    ----------
+    params : ParameterDict, dict or list of gluon.Parameter
+        Those of a new Trainer, which begins at what they hold.
+    """
+    listed = params.values() if hasattr(params, "values") else params
+    earlier = {getattr(param, "_trainer", None) for param in listed or ()}
+    for trainer in earlier - {None}:
+        if isinstance(getattr(trainer, "_kvstore", None), ODSGDStore):
+            synchronize(trainer)
+
+
 def module_checkpoint(
     mod: mx.mod.BaseModule,
     prefix: str,

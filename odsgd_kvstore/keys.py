@@ -105,6 +105,49 @@ class UserKeys(Generic[Record]):
         return len(self._records)
 
 
+def grouped(key: Any, value: Any, out: Any) -> list[tuple[UserKey, list, list]]:
+    """(key, values, outs) per key, whatever the nesting that KVStore allows.
+
+    Parameters
+    ----------
+    key : int, str, or list of them
+    value : NDArray, list of NDArray, or list of lists
+    out : as `value`, or None
+
+    Returns
+    -------
+    list of (key, list of NDArray, list of NDArray)
+        The last is empty where `out` is None.
+
+    Raises
+    ------
+    ConfigError
+        The lengths differ, or a list of arrays is empty.
+    """
+    triples = _nested(key, value, out)
+    for user_key, values, outs in triples:
+        if not values or out is not None and not outs:
+            raise ConfigError(f"Key {user_key} came with an empty list of arrays.")
+    return triples
+
+
+def _nested(
+    key: Any, value: Any, out: Any
+) -> list[tuple[UserKey, list[Any], list[Any]]]:
+    if not isinstance(key, (list, tuple)):
+        return [(key, as_list(value), [] if out is None else as_list(out))]
+    outs = [None] * len(key) if out is None else out
+    if not len(key) == len(value) == len(outs):
+        raise ConfigError(
+            f"{len(key)} keys came with {len(value)} values and {len(outs)} outs; give "
+            "one of each per key."
+        )
+    return [
+        (k, as_list(v), [] if o is None else as_list(o))
+        for k, v, o in zip(key, value, outs)
+    ]
+
+
 def as_list(value: Any) -> list[Any]:
     """A list of one, unless it is a list or tuple already."""
     return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -14,7 +14,7 @@ from .config import Config
 from .connection import connect
 from .errors import ConfigError, NotSupportedYet
 from .hyper import index_of
-from .keys import UserKey, as_list
+from .keys import UserKey, grouped
 from .pipeline import Pipeline
 from .transport import check_equal
 
@@ -157,7 +157,7 @@ class ODSGDStore(mx.kvstore.KVStore):
         The servers have the values when it returns; a wait on `out` ends the pull.
         """
         self._connection.check()
-        triples = _grouped(key, value, out)
+        triples = grouped(key, value, out)
         for user_key, values, _ in triples:
             self.pipeline.records.check_new(user_key)
             self._check_array(user_key, values[0])
@@ -205,7 +205,7 @@ class ODSGDStore(mx.kvstore.KVStore):
                 "MXNET_UPDATE_ON_KVSTORE."
             )
         pipeline = self.pipeline
-        for user_key, gradients, weights in _grouped(key, value, out):
+        for user_key, gradients, weights in grouped(key, value, out):
             record = pipeline.records[user_key]
             check_shapes(user_key, record.shape, [*gradients, *weights])
             if pipeline.starts_step(record):
@@ -233,7 +233,7 @@ class ODSGDStore(mx.kvstore.KVStore):
         Returns before it is done; a wait on `out` ends it.
         """
         self._connection.check()
-        for user_key, outs, _ in _grouped(key, out, None):
+        for user_key, outs, _ in grouped(key, out, None):
             record = self.pipeline.records[user_key]
             check_shapes(user_key, record.shape, outs)
             for array in outs:
@@ -332,29 +332,3 @@ class ODSGDStore(mx.kvstore.KVStore):
         """The key, with its Gluon parameter's name if there is one."""
         params = {} if self._optimizer is None else self._optimizer.param_dict
         return f"{key} ({params[key].name})" if key in params else str(key)
-
-
-def _grouped(key: Any, value: Any, out: Any) -> list[tuple[UserKey, list, list]]:
-    """(key, values, outs) per key, whatever the nesting that KVStore allows."""
-    triples = _nested(key, value, out)
-    for user_key, values, outs in triples:
-        if not values or out is not None and not outs:
-            raise ConfigError(f"Key {user_key} came with an empty list of arrays.")
-    return triples
-
-
-def _nested(
-    key: Any, value: Any, out: Any
-) -> list[tuple[UserKey, list[Any], list[Any]]]:
-    if not isinstance(key, (list, tuple)):
-        return [(key, as_list(value), [] if out is None else as_list(out))]
-    outs = [None] * len(key) if out is None else out
-    if not len(key) == len(value) == len(outs):
-        raise ConfigError(
-            f"{len(key)} keys came with {len(value)} values and {len(outs)} outs; give "
-            "one of each per key."
-        )
-    return [
-        (k, as_list(v), [] if o is None else as_list(o))
-        for k, v, o in zip(key, value, outs)
-    ]

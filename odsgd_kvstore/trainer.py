@@ -15,11 +15,21 @@ from .buffers import Replicated
 from .checks import check_optimizer, check_parameter, check_update_on_kvstore
 from .config import Cluster, Config
 from .errors import ConfigError, NotSupportedYet
-from .evaluation import global_weights, synchronize
+from .evaluation import end_earlier_trainers, global_weights, synchronize
 from .kvstore import ODSGDStore
 from .notice_assigned import AssignedParameters
 from .pipeline import Pipeline
 
+_DIFFERENT_START = (
+    "Rank %d's first weights differ from rank 0's, which all ranks have from now on; this "
+    "rank's first gradient was computed at its own. Seed every rank alike "
+    "(mx.random.seed) before net.initialize."
+)
+_STALE = (
+    "Rank {}: the gradient of parameter {} was not updated by backward since the last "
+    "step. If this iteration is meant to use only some parameters, the same ones on "
+    "every rank, call step with ignore_stale_grad=True."
+)
 _STORE_NAMES = ("dist_odsgd", "dist_device_odsgd")
 
 _logger = logging.getLogger(__name__)
@@ -100,7 +110,7 @@ class Trainer(gluon.Trainer):
         }
         self._config = _config_of(kvstore, controls)
         self._assigned = AssignedParameters()
-        _leave_global_weights(params)
+        end_earlier_trainers(params)
         super().__init__(
             params,
             optimizer,
@@ -257,20 +267,20 @@ class Trainer(gluon.Trainer):
 
     def _init_params(self) -> None:
         """Broadcast, in one go, the parameters that have their shape by now."""
+        ready = [param for param in self._params_to_init if not param._deferred_init]
+        late = [param for param in self._params_to_init if param._deferred_init]
+        if not ready:
+            return
         nd.waitall()  # of the first backward pass, which may still write statistics
-        ready = [p for p in self._params_to_init if not p._deferred_init]
         arrays = [param.list_data() for param in ready]
         own = [weights[0].copy() for weights in arrays]
         self._kvstore.broadcast([self._param2idx[p.name] for p in ready], own, arrays)
-        if any((a.asnumpy() != b[0].asnumpy()).any() for a, b in zip(own, arrays)):
-            _logger.warning(
-                "Rank %d's first weights differ from rank 0's, which all ranks have from "
-                "now on; this rank's first gradient was computed at its own. Seed every "
-                "rank alike (mx.random.seed) before net.initialize.",
-                self._kvstore.rank,
-            )
-        late = [param for param in self._params_to_init if param._deferred_init]
-        if late and len(late) < len(self._params_to_init):
+        if any(
+            param._differentiable and (mine.asnumpy() != data[0].asnumpy()).any()
+            for param, mine, data in zip(ready, own, arrays)
+        ):
+            _logger.warning(_DIFFERENT_START, self._kvstore.rank)
+        if late:
             _logger.warning(
                 "Not trained so far, as no forward pass has reached them: %s.",
                 ", ".join(param.name for param in late),
@@ -291,7 +301,7 @@ class Trainer(gluon.Trainer):
             if all(weight._fresh_grad for weight in weights):
                 stepped.append((records[key], param.list_grad(), weights))
             elif not ignore_stale_grad:
-                raise UserWarning(_stale(param, self._kvstore.rank))
+                raise UserWarning(_STALE.format(self._kvstore.rank, param.name))
         for _, _, weights in stepped:
             for weight in weights:
                 weight._fresh_grad = False
@@ -340,20 +350,3 @@ def _config_of(kvstore: Any, controls: Mapping[str, Any]) -> Config:
             "any other type use mxnet.gluon.Trainer."
         )
     return Config.from_environment(**controls)
-
-
-def _leave_global_weights(params: Any) -> None:
-    """Start from the global weights of an earlier Trainer of the same parameters."""
-    listed = params.values() if hasattr(params, "values") else params
-    earlier = {getattr(param, "_trainer", None) for param in listed or ()}
-    for trainer in earlier - {None}:
-        if isinstance(getattr(trainer, "_kvstore", None), ODSGDStore):
-            synchronize(trainer)
-
-
-def _stale(param: gluon.Parameter, rank: int) -> str:
-    return (
-        f"Rank {rank}: the gradient of parameter {param.name} was not updated by backward "
-        "since the last step. If this iteration is meant to use only some parameters, "
-        "the same ones on every rank, call step with ignore_stale_grad=True."
-    )
