@@ -206,10 +206,7 @@ class Trainer(gluon.Trainer):
 
     def load_states(self, fname: str) -> NoReturn:
         """Not supported yet."""
-        raise NotSupportedYet(
-            "Trainer.load_states is not supported yet with dist_odsgd. Load weights "
-            "with net.load_parameters."
-        )
+        raise NotSupportedYet("Trainer.load_states is not supported yet with dist_odsgd.")
 
     def allreduce(self, value: Any) -> NoReturn:
         """Not supported yet."""
