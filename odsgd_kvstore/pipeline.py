@@ -292,7 +292,8 @@ class Pipeline:
         mine, theirs = rows[self._connection.rank]["hyper"], rows[0]["hyper"]
         if mine != theirs:
             _logger.warning(
-                "Rank %d's optimizer has %s, the servers use rank 0's: %s.",
+                "Rank %d's optimizer has %s. The servers use rank 0's, %s; only this "
+                "rank's local updates use its own. Use the same values on every rank.",
                 self._connection.rank,
                 mine,
                 theirs,
