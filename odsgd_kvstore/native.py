@@ -243,7 +243,8 @@ def _said_while_waiting(message: str) -> Iterator[None]:
         while not done.wait(_WAIT_NOTE_S):
             _logger.warning("%s (since %.0f s)", message, time.monotonic() - start)
 
-    threading.Thread(target=say, daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # Python 3.12 starts none at its end
+        threading.Thread(target=say, daemon=True).start()
     try:
         yield
     finally:

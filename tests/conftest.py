@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import odsgd_kvstore  # noqa: F401  before MXNet, which needs an alias on Python 3.12
+
 PREFIXES = ("DMLC_", "MXNET_", "ODSGD_", "PS_")
 LIMIT_S = 10
 STRICT = (
