@@ -266,7 +266,7 @@ def test_other_rates_on_rank_1_are_told_and_those_of_rank_0_hold(seen):
         np.testing.assert_array_equal(got, want)
     told = [[s for s in r["lines"] if "optimizer has" in s] for r in results]
     assert told[0] == [] and len(told[1]) == 1
-    assert re.search(r"Rank 1's .*'lr': 0.125.* rank 0's: .*'lr': 0.5\D", told[1][0])
+    assert re.search(r"Rank 1's .*'lr': 0.125.* rank 0's, .*'lr': 0.5\D", told[1][0])
 
 
 def test_no_step_inside_an_outer_context_whose_inner_one_has_ended(seen):
