@@ -13,6 +13,7 @@ import odsgd_kvstore
 from odsgd_kvstore.config import Config
 from odsgd_kvstore.errors import ConfigError, HandshakeError, MismatchError, ServerError
 from odsgd_kvstore.launch import local
+from odsgd_kvstore.launch.commands import STOCK_SERVER
 from odsgd_kvstore.testing import run_local
 
 ROOT = Path(odsgd_kvstore.__file__).absolute().parents[1]
@@ -29,6 +30,7 @@ class Failing(mx.optimizer.SGD):
 """
 # Without our import MXNet makes a dist_sync store of any name with 'dist'.
 FORGETFUL = """
+import numpy; numpy.bool = bool  # MXNet needs it on Python 3.12
 import mxnet as mx
 kv = mx.kv.create("dist_odsgd")
 kv.init(0, mx.nd.zeros(2))
@@ -265,7 +267,7 @@ def test_stock_servers_are_refused():
 
 
 def test_server_without_the_package_is_named(monkeypatch):
-    argv = (sys.executable, "-I", "-c", "import mxnet")  # Reads no PYTHONPATH.
+    argv = (sys.executable, "-I", "-c", STOCK_SERVER)  # Reads no PYTHONPATH.
     altered(monkeypatch, "server 1", argv)
     parts = [
         "Server 1 does not run",
@@ -278,21 +280,9 @@ def test_server_without_the_package_is_named(monkeypatch):
 def test_script_of_dist_sync_on_our_servers_ends_naming_the_option(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(FORGETFUL)
-    command = [
-        sys.executable,
-        "-m",
-        "odsgd_kvstore.launch",
-        "-n",
-        "1",
-        "-s",
-        "1",
-        "--timeout",
-        "60",
-        sys.executable,
-        str(script),
-    ]
+    launcher = ("-m", "odsgd_kvstore.launch", "-n1", "-s1", "--timeout", "60")
     done = subprocess.run(
-        command,
+        [sys.executable, *launcher, sys.executable, str(script)],
         cwd=str(ROOT),
         capture_output=True,
         text=True,

@@ -337,8 +337,8 @@ def test_a_server_that_fails_at_the_last_update_fails_the_job(tmp_path, pause, w
     env = {"ODSGD_WARMUP_STEPS": str(warmup), "ODSGD_LOCAL_OPTIMIZER": "none"}
     env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "launch.py"), "-n", "2", "-s", "1",
-         "--", sys.executable, "-c", f"import failing; failing.train({pause})"],
+        [sys.executable, str(ROOT / "scripts/launch.py"), "-n2", "-s1", sys.executable,
+         "-c", f"import odsgd_kvstore, failing; failing.train({pause})"],
         capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path,
         env={**os.environ, **env}, check=False,
     )  # fmt: skip

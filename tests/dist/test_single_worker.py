@@ -10,6 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # without conftest.py, which imports it before MXNet
+    import odsgd_kvstore  # noqa: F401
+
 import mxnet as mx
 import numpy as np
 import pytest
