@@ -42,7 +42,11 @@ def check_optimizer(optimizer: opt.Optimizer, config: Config, num_servers: int) 
     _check_kind(optimizer, num_servers)
     commands.encode_optimizer(optimizer)
     local_update.create(
-        config.local_optimizer, config.local_optimizer_params, optimizer, 1.0
+        config.local_optimizer,
+        config.local_optimizer_params,
+        optimizer,
+        1.0,
+        config.compression != "fp16",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
 import os
 from dataclasses import dataclass, field
 from typing import Any, Mapping
@@ -42,7 +43,8 @@ class Config:
     delay : int
         0 (synchronous) or 1 (default).
     compression_params : mapping, optional
-        Not supported yet.
+        {'type': 'fp16'}, or {'type': '2bit', 'threshold': t > 0 (default 0.5),
+        'full_every': k >= 1 (optional)}; None or empty: none.
     """
 
     local_optimizer: str = "auto"
@@ -59,11 +61,28 @@ class Config:
                 f"delay is {self.delay!r}; allowed are 0 (synchronous, the same as "
                 "dist_sync) and 1 (One-step Delay SGD)."
             )
-        if self.compression_params:
-            raise NotSupportedYet(
-                f"compression_params is {dict(self.compression_params)!r}: gradient "
-                "compression is not supported yet with dist_odsgd. Leave it out."
+        _check_compression(self.compression_params or {})
+        if self.compression == "fp16" and self.local_optimizer.lower() == "mirror":
+            raise ConfigError(
+                "local_optimizer 'mirror' was given with compression 'fp16': mirror "
+                "needs W(t) - W(t-1), which float16 does not hold. Use 'auto' or "
+                "'replica', or leave the compression out."
             )
+
+    @property
+    def compression(self) -> str:
+        """'fp16', '2bit', or '' for none."""
+        return (self.compression_params or {}).get("type", "")
+
+    @property
+    def threshold(self) -> float:
+        """Of '2bit': what a number that is sent stands for."""
+        return float((self.compression_params or {}).get("threshold", 0.5))
+
+    @property
+    def full_every(self) -> int:
+        """Of '2bit': of so many pushes one is whole; 0 for none."""
+        return (self.compression_params or {}).get("full_every", 0)
 
     @classmethod
     def from_environment(
@@ -256,6 +275,34 @@ def _check_rule(rule: Any, params: Any) -> None:
             f"local_optimizer {rule!r} was given the parameters {dict(params)!r} and "
             "takes none: it follows the global optimizer. Leave them out, or name an "
             "optimizer, such as local_optimizer='sgd' (ODSGD_LOCAL_OPTIMIZER=sgd)."
+        )
+
+
+def _check_compression(params: Any) -> None:
+    """Type, threshold and full_every are what compression takes."""
+    allowed = (
+        "allowed are {'type': 'fp16'} and {'type': '2bit', 'threshold': 0.5, "
+        "'full_every': 10}, where the last two may be left out."
+    )
+    known = {"fp16": {"type"}, "2bit": {"type", "threshold", "full_every"}}
+    kind = params.get("type") if isinstance(params, Mapping) else None
+    if not isinstance(params, Mapping) or params and kind not in known:
+        raise ConfigError(f"compression_params is {params!r}; {allowed}")
+    unknown = sorted(map(str, params.keys() - known.get(kind, set())))
+    if unknown:
+        raise ConfigError(f"compression_params has {', '.join(unknown)}; {allowed}")
+    threshold = params.get("threshold", 0.5)
+    number = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
+    if not number or not 0 < threshold < math.inf:
+        raise ConfigError(
+            f"compression_params has the threshold {threshold!r}; allowed is a number "
+            "above 0: every number that is sent stands for so much gradient."
+        )
+    every = params.get("full_every", 1)
+    if type(every) is not int or every < 1:
+        raise ConfigError(
+            f"compression_params has full_every {every!r}; allowed is a whole number "
+            "from 1 (every push whole), or leave it out."
         )
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Iterable
 
-import mxnet as mx
-from mxnet import ndarray as nd
-
-from .buffers import Replicated
+from .buffers import Block, Replicated
 from .keys import UserKeys
 from .transport import Connection
+from .wire import Wire
 
 
 class Assignment:
@@ -22,6 +20,7 @@ class Assignment:
         The store's parameters.
     store : int
         The store's number.
+    wire : Wire
 
     Attributes
     ----------
@@ -30,9 +29,14 @@ class Assignment:
     """
 
     def __init__(
-        self, connection: Connection, records: UserKeys[Replicated], store: int
+        self,
+        connection: Connection,
+        records: UserKeys[Replicated],
+        store: int,
+        wire: Wire,
     ) -> None:
         self._connection, self._records, self._store = connection, records, store
+        self._wire = wire
         self._noted: set[Any] = set()
         self.is_due = False
 
@@ -53,11 +57,19 @@ class Assignment:
         pending: the servers would take it for the new weights.
         """
         records = self._agreed()
-        if records and self._connection.rank == 0:
-            keys = [record.native for record in records]
-            self._connection.command({"op": "assign", "keys": keys})
+        given: dict[Block, list[int]] = {}
         for record in records:
-            self._give(record)
+            for block, member in record.blocks:
+                given.setdefault(block, []).append(block.members.index(member))
+        if given and self._connection.rank == 0:
+            keys = [block.native for block in given]
+            self._connection.command({"op": "assign", "keys": keys})
+        for block, members in given.items():
+            self._wire.assign(block, members)
+        for record in records:
+            record.base, record.is_local = record.update, False
+            for weight in record.weights:
+                weight.wait_to_read()
         self._noted.clear()
         self.is_due = False
 
@@ -71,18 +83,3 @@ class Assignment:
         for row in rows:
             bits |= int(row["bits"], 16)
         return [record for i, record in enumerate(known) if bits >> i & 1]
-
-    def _give(self, record: Replicated) -> None:
-        """One parameter: A := X, B := X - (A - B), L := X."""
-        if record.spare is not None:
-            nd.elemwise_sub(record.global_weight, record.spare, out=record.spare)
-        value = nd.zeros(record.shape, mx.cpu())  # the servers sum what ranks push
-        if self._connection.rank == 0:
-            record.weights[0].copyto(value)
-        kept = [] if record.global_weight is None else [record.global_weight]
-        self._connection.pushpull(record.native, value, kept + record.weights)
-        if record.spare is not None:
-            nd.elemwise_sub(record.global_weight, record.spare, out=record.spare)
-        record.base, record.is_local = record.update, False
-        for weight in record.weights:
-            weight.wait_to_read()

@@ -7,20 +7,23 @@ the slices of keys, that this server holds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Mapping
+from dataclasses import dataclass
+from typing import Any, Mapping, Sequence
 
+import numpy as np
 from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
-from .local_update import apply_optimizer
+from .compression import TwoBit
+from .errors import MismatchError
+from .optimizer_state import FlatState, Run, apply_optimizer, runs
 
 # Keys are at most one step apart: a worker makes a step only with the weights of the
 # one before, and rank 0 sends a change only when its own pulls are here. Two would do.
 _VERSIONS_KEPT = 8
 
 
-@dataclass
+@dataclass(frozen=True)
 class Multipliers:
     """Stands in for a Gluon Parameter in `Optimizer.param_dict` on a server."""
 
@@ -28,27 +31,87 @@ class Multipliers:
     wd_mult: float = 1.0
 
 
-@dataclass
 class KeyState:
-    """One key of a store on this server.
+    """One key of a store on this server: a parameter, a slice of one, or a pack.
 
     Attributes
     ----------
-    slots : list of NDArray
-        The optimizer's state arrays, float32, of the weight's (slice's) size.
-    state : object
-        The same arrays in the optimizer's own structure; valid once `created`.
-    count : int
-        Updates of this key so far.
+    sizes : list of int
+        Numbers of each member; of a single member they are the array's, whatever it is.
+    counts : list of int
+        Updates of each member so far.
+    pushes : int
+        Pushes of this key so far.
     offsets : list of (count, int)
-        Steps that the store is ahead of this key, from a count of this key on.
+        Steps that the store is ahead of this key, from a count of its pushes on.
+    weight, gradient : NDArray, float32, 1-D
+        The arrays that MXNet's server hands over, the same each time.
+    state : FlatState
+        The optimizer's; None before the first push.
     """
 
-    slots: list[nd.NDArray] = field(default_factory=list)
-    state: Any = None
-    created: bool = False
-    count: int = 0
-    offsets: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self.counts = [0] * len(sizes)
+        self.pushes = 0
+        self.offsets: list[tuple[int, int]] = [(0, 0)]
+        self.weight: nd.NDArray | None = None
+        self.gradient: nd.NDArray | None = None
+        self.state: FlatState | None = None
+        self._plans: dict[Any, list[tuple[Run, nd.NDArray, nd.NDArray, Any]]] = {}
+
+    def take(
+        self, weight: nd.NDArray, gradient: nd.NDArray, optimizer: Any, key: int
+    ) -> None:
+        """Keep the arrays; make the state at the weights of now."""
+        self.weight, self.gradient = weight, gradient
+        if len(self.sizes) == 1:
+            self.sizes = [weight.size]
+        numbers = weight if len(self.sizes) == 1 else weight._slice(0, sum(self.sizes))
+        self.state = FlatState(optimizer, key, numbers)
+
+    def present(self, gradient: nd.NDArray, num_workers: int) -> tuple[int, ...]:
+        """The members that the workers have stepped; waits for the sum of a pack.
+
+        Raises
+        ------
+        MismatchError
+            Not the same on every worker.
+        """
+        if len(self.sizes) == 1:
+            return (0,)
+        marks = gradient._slice(sum(self.sizes), gradient.size).asnumpy()
+        if not np.isin(marks, (0, num_workers)).all():
+            raise MismatchError(
+                "A small parameter was stepped by some of the workers only "
+                f"({int(max(marks[marks % num_workers != 0]))} of {num_workers}). Every "
+                "rank must step the same parameters."
+            )
+        return tuple(np.flatnonzero(marks).tolist())
+
+    def plan(
+        self, present: tuple[int, ...], multipliers: Sequence[Multipliers]
+    ) -> list[tuple[Run, nd.NDArray, nd.NDArray, Any]]:
+        """Runs of members that are alike, with views of weight, gradient and state."""
+        first = self.counts[present[0]] if present else 0
+        ahead = tuple(self.counts[i] - first for i in present)
+        key = (present, ahead, tuple(multipliers))
+        if key not in self._plans:
+            alike: list[Any] = [None] * len(self.sizes)
+            for i in present:
+                alike[i] = (self.counts[i], multipliers[i])
+            self._plans = {
+                key: [
+                    (run, self._cut(self.weight, run), self._cut(self.gradient, run))
+                    + (self.state.of(run),)
+                    for run in runs(self.sizes, alike)
+                ]
+            }
+        return self._plans[key]
+
+    def _cut(self, array: nd.NDArray, run: Run) -> nd.NDArray:
+        whole = (run.start, run.stop) == (0, array.size)
+        return array if whole else array._slice(run.start, run.stop)
 
 
 class MemoisedSchedule:
@@ -75,15 +138,24 @@ class GlobalUpdate:
     Parameters
     ----------
     optimizer : mxnet.optimizer.Optimizer
-        Used as it is; its `param_dict` is replaced by the keys' multipliers.
+        Used as it is; its `param_dict` is replaced by the members' multipliers, by
+        `member_index`.
+    num_workers : int
+        How many gradients a sum has.
+    threshold : float
+        Of 2-bit compression.
     """
 
-    def __init__(self, optimizer: opt.Optimizer) -> None:
+    def __init__(
+        self, optimizer: opt.Optimizer, num_workers: int, threshold: float
+    ) -> None:
         if optimizer.lr_scheduler is not None:
             optimizer.lr_scheduler = MemoisedSchedule(optimizer.lr_scheduler)
         self._optimizer = optimizer
+        self._num_workers = num_workers
+        self._two_bit = TwoBit(threshold, num_workers)
         self._keys: dict[int, KeyState] = {}
-        self._versions: list[tuple[int, dict[str, Any], dict[int, Multipliers]]] = []
+        self._versions: list[tuple[int, dict[str, Any], dict[Any, Multipliers]]] = []
         self._versions.append((0, {}, {}))
         self._applied = 0
 
@@ -91,7 +163,7 @@ class GlobalUpdate:
         self,
         step: int,
         values: Mapping[str, Any],
-        multipliers: Mapping[int, tuple[float, float]],
+        members: Mapping[int, Sequence[tuple[int, float, float]]],
         offsets: Mapping[int, tuple[int, int]],
     ) -> None:
         """New hyper-parameters, multipliers and keys, which hold from a step on.
@@ -102,11 +174,11 @@ class GlobalUpdate:
             The first step (from 1) that uses them.
         values : mapping
             Attributes of the optimizer.
-        multipliers : mapping
-            Key to (lr_mult, wd_mult); an unknown key is a new key.
+        members : mapping
+            Key to (size, lr_mult, wd_mult) of each member; an unknown key is new.
         offsets : mapping
-            Key to (count, offset): from that count of the key on, the store's step is
-            the key's count plus offset.
+            Key to (count, offset): from that count of its pushes on, the store's step
+            is the count plus offset.
         """
         values = dict(values)
         if values.get("lr_scheduler") is not None:
@@ -115,9 +187,12 @@ class GlobalUpdate:
             for name in values:
                 older.setdefault(name, getattr(self._optimizer, name))
         last_step, last_values, last_multipliers = self._versions[-1]
-        for key in multipliers:
-            self._keys.setdefault(key, KeyState())
-        made = {key: Multipliers(*pair) for key, pair in multipliers.items()}
+        made = {}
+        for key, listed in members.items():
+            if key not in self._keys:
+                self._keys[key] = KeyState([size for size, _, _ in listed])
+            for i, (_, lr_mult, wd_mult) in enumerate(listed):
+                made[member_index(key, i)] = Multipliers(lr_mult, wd_mult)
         self._versions.append(
             (
                 max(step, last_step),
@@ -138,19 +213,62 @@ class GlobalUpdate:
         key : int
             A key made known by `change`.
         weight, gradient : NDArray, float32, 1-D, same size
-            The key's (slice's) global weight and the sum over the workers.
+            The key's (slice's) global weight and the sum over the workers; the same
+            arrays each time.
         """
         entry = self._keys[key]
-        if not entry.created:
-            entry.state = self._optimizer.create_state_multi_precision(key, weight)
-            entry.slots = flatten(entry.state)
-            entry.created = True
-        entry.count += 1
-        count = entry.count + self._optimizer.begin_num_update
-        step = count + [o for since, o in entry.offsets if since <= entry.count][-1]
+        if entry.state is None:
+            entry.take(weight, gradient, self._optimizer, key)
+        self._update(key, entry)
+
+    def restore(
+        self, key: int, words_key: int, stored: nd.NDArray, words: nd.NDArray
+    ) -> None:
+        """Update a key by a compressed sum; returns when the work is done.
+
+        Parameters
+        ----------
+        key : int
+            Whose weight to update; its first push was whole.
+        words_key, stored
+            Not used.
+        words : NDArray, float32, 1-D
+            The sum over the workers, see `TwoBit.restore`.
+        """
+        entry = self._keys[key]
+        self._two_bit.restore(words, entry.gradient)
+        self._update(key, entry)
+        entry.weight.wait_to_read()  # the pull that follows does not wait for it
+
+    def assign(self, key: int, weight: nd.NDArray, value: nd.NDArray) -> None:
+        """Make `value` the weight, of a pack's members that are marked; no update."""
+        entry = self._keys[key]
+        if len(entry.sizes) == 1:
+            value.copyto(weight)
+            return
+        marks = value._slice(sum(entry.sizes), value.size).asnumpy()
+        start = 0
+        for size, mark in zip(entry.sizes, marks):
+            if mark:
+                part = value._slice(start, start + size)
+                part.copyto(weight._slice(start, start + size))
+            start += size
+
+    def _update(self, key: int, entry: KeyState) -> None:
+        present = entry.present(entry.gradient, self._num_workers)
+        entry.pushes += 1
+        count = entry.pushes + self._optimizer.begin_num_update
+        step = count + [o for since, o in entry.offsets if since <= entry.pushes][-1]
         self._hold(step)
         self._optimizer.num_update = step
-        apply_optimizer(self._optimizer, key, weight, gradient, entry.state)
+        table = self._optimizer.param_dict
+        multipliers = [table[member_index(key, i)] for i in range(len(entry.sizes))]
+        for run, weight, gradient, state in entry.plan(present, multipliers):
+            first = run.members[0]
+            index, count = member_index(key, first), entry.counts[first]
+            apply_optimizer(self._optimizer, index, count, weight, gradient, state)
+        for i in present:
+            entry.counts[i] += 1
 
     def _hold(self, step: int) -> None:
         """Make the optimizer's attributes those that hold at `step`."""
@@ -164,10 +282,6 @@ class GlobalUpdate:
         self._applied = chosen
 
 
-def flatten(state: Any) -> list[nd.NDArray]:
-    """The arrays of an optimizer's state, in order."""
-    if state is None:
-        return []
-    if isinstance(state, (tuple, list)):
-        return [array for part in state for array in flatten(part)]
-    return [state]
+def member_index(key: int, member: int) -> int | str:
+    """A member's index in the optimizer: not a tuple, which MXNet takes for a list."""
+    return key if member == 0 else f"{key}.{member}"

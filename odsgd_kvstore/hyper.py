@@ -9,7 +9,7 @@ from typing import Any, Iterable, Mapping
 from mxnet import optimizer as opt
 
 from . import commands
-from .buffers import Replicated
+from .buffers import Block
 from .errors import ConfigError
 from .local_update import hyper_parameters
 
@@ -33,13 +33,19 @@ class HyperParameters:
     def __init__(self, optimizer: opt.Optimizer, store: int) -> None:
         self._optimizer, self._store = optimizer, store
         self._seen = hyper_parameters(optimizer)
+        self._num_attributes = len(vars(optimizer))
         self._had_momentum = bool(getattr(optimizer, "momentum", 0))
         self._servers_schedule = copy.deepcopy(optimizer.lr_scheduler)
-        self._multipliers: dict[int, list[float]] = {}
+        self._told: dict[int, dict[str, Any]] = {}
         self._steps_changed = 0
 
     def changed(self) -> dict[str, Any]:
         """Attributes that differ from those that `changes` returned last, by name."""
+        now = vars(self._optimizer)  # the hot path: the very same objects as then
+        if len(now) == self._num_attributes and all(
+            now.get(name) is value for name, value in self._seen.items()
+        ):
+            return {}
         return {
             name: value
             for name, value in hyper_parameters(self._optimizer).items()
@@ -80,7 +86,8 @@ class HyperParameters:
                 "and the servers keep no momentum for it. Start with the momentum you "
                 "need, or make a new store."
             )
-        self._seen.update(changed)
+        self._seen = hyper_parameters(self._optimizer)
+        self._num_attributes = len(vars(self._optimizer))
         self._warn_if_changed_by_hand(bool(changed))
         return changed
 
@@ -92,17 +99,21 @@ class HyperParameters:
         return schedule(step) != self._servers_schedule(step)
 
     def begin(
-        self, step: int, records: Iterable[Replicated], rescale: float
+        self, step: int, blocks: Iterable[Block], **settings: Any
     ) -> dict[str, Any]:
-        """The message that gives the servers the optimizer and all keys."""
-        encoded = commands.encode_optimizer(self._optimizer, rescale=rescale)
-        multipliers = self._new_multipliers(records)
-        return {**self._message("begin", step, multipliers=multipliers), **encoded}
+        """The message that gives the servers the optimizer, all keys and `settings`.
+
+        `settings` has rescale (the servers' `rescale_grad`) and what
+        `server.Server._on_begin` wants beside it.
+        """
+        encoded = commands.encode_optimizer(self._optimizer, settings["rescale"])
+        message = self._message("begin", step, keys=self._new_keys(blocks))
+        return {**message, **encoded, **settings}
 
     def change(
         self,
         step: int,
-        records: Iterable[Replicated],
+        blocks: Iterable[Block],
         changes: Mapping[str, Any],
         offsets: Mapping[int, list[int]],
     ) -> dict[str, Any] | None:
@@ -111,26 +122,32 @@ class HyperParameters:
         `offsets` has, by native key, [count, offset]: from that count of the key on it
         is so many updates behind the store's steps.
         """
-        multipliers = self._new_multipliers(records)
-        if not (changes or multipliers or offsets):
+        keys = self._new_keys(blocks)
+        if not (changes or keys or offsets):
             return None
         return self._message(
-            "change",
-            step,
-            values=_encode_values(changes),
-            multipliers=multipliers,
-            offsets=offsets,
+            "change", step, values=_encode_values(changes), keys=keys, offsets=offsets
         )
 
     def _message(self, op: str, step: int, **parts: Any) -> dict[str, Any]:
-        empty: dict[str, Any] = {"values": {}, "multipliers": {}, "offsets": {}}
+        empty: dict[str, Any] = {"values": {}, "keys": {}, "offsets": {}}
         return {**empty, **parts, "op": op, "store": self._store, "step": step}
 
-    def _new_multipliers(self, records: Iterable[Replicated]) -> dict[int, list[float]]:
-        """[lr_mult, wd_mult] of the native keys for which they are new."""
-        now = {r.native: multipliers_of(self._optimizer, r.index) for r in records}
-        new = {k: v for k, v in now.items() if self._multipliers.get(k) != v}
-        self._multipliers.update(new)
+    def _new_keys(self, blocks: Iterable[Block]) -> dict[int, dict[str, Any]]:
+        """What the servers must know of the native keys for which it is new.
+
+        [size, lr_mult, wd_mult] of each member, and the key of compressed pushes.
+        """
+        new = {}
+        for block in blocks:
+            members = [
+                [m.size, *multipliers_of(self._optimizer, m.record.index)]
+                for m in block.members
+            ]
+            known = self._told.get(block.native)
+            if known is None or known["members"] != members:
+                new[block.native] = {"members": members, "words": block.words_key}
+        self._told.update(new)
         return new
 
     def summary(self) -> dict[str, Any]:

@@ -25,17 +25,22 @@ class NativeKeys:
     ----------
     num_servers : int
     bigarray_bound : int
-        Arrays of that many numbers or more are cut over all servers.
+        Arrays of that many numbers or more are cut over all servers by ps-lite.
+
+    Attributes
+    ----------
+    loads : list of int
+        Numbers that are pushed to each server in a step.
     """
 
     def __init__(self, num_servers: int, bigarray_bound: int) -> None:
-        self._bound = bigarray_bound
+        self.bigarray_bound = bigarray_bound
         self._next = 0
-        self._load = [0] * num_servers
+        self.loads = [0] * num_servers
 
     def on_server(self, server: int) -> int:
         """A new key whose whole array lives on server `server`."""
-        while server_of(self._next, len(self._load)) != server:
+        while server_of(self._next, len(self.loads)) != server:
             self._next += 1
         self._next += 1
         if self._next > _LARGEST_KEY:
@@ -47,11 +52,15 @@ class NativeKeys:
 
     def place(self, size: int) -> int:
         """A new key for `size` numbers, on the server that holds fewest so far."""
-        if size >= self._bound:
-            return self.on_server(server_of(self._next, len(self._load)))
-        server = self._load.index(min(self._load))
-        self._load[server] += size
+        if size >= self.bigarray_bound:
+            return self.on_server(server_of(self._next, len(self.loads)))
+        server = self.lightest()
+        self.loads[server] += size
         return self.on_server(server)
+
+    def lightest(self) -> int:
+        """The server that holds fewest numbers so far."""
+        return self.loads.index(min(self.loads))
 
 
 def server_of(key: int, num_servers: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Mapping, NoReturn
 
 import mxnet as mx
@@ -55,19 +56,10 @@ class ODSGDStore(mx.kvstore.KVStore):
         self._connection = connect()
         self.handle = self._connection.handle
         self._updater = None
-        number = self._connection.num_stores
+        self._number = self._connection.num_stores
         self._connection.num_stores += 1
-        self.pipeline = Pipeline(self.config, self._connection, number, sum_on_device)
         self._optimizer: opt.Optimizer | None = None
-        rows = self._connection.exchange(
-            {"op": f"create store {number}", "config": repr(self.config)}
-        )
-        check_equal(
-            rows,
-            "config",
-            "settings",
-            "Give every rank the same arguments and ODSGD_* variables.",
-        )
+        self._begin_pipeline("create")
 
     def __del__(self) -> None:
         """Nothing: the native store belongs to the process."""
@@ -162,11 +154,8 @@ class ODSGDStore(mx.kvstore.KVStore):
             self.pipeline.records.check_new(user_key)
             self._check_array(user_key, values[0])
         self._check_same([(k, v[0].shape) for k, v, _ in triples])
-        added = [self._add(k, v[0], outs) for k, v, outs in triples]
-        self._connection.init([r.native for r in added], [v[0] for _, v, _ in triples])
-        for record in added:
-            for weight in record.weights:
-                self._connection.pull([record.native], [weight])
+        added = [(self._add(k, v[0], outs), v[0]) for k, v, outs in triples]
+        self.pipeline.wire.broadcast(added)
 
     def pushpull(
         self, key: Any, value: Any, out: Any = None, priority: int = 0
@@ -211,9 +200,9 @@ class ODSGDStore(mx.kvstore.KVStore):
             if pipeline.starts_step(record):
                 pipeline.settle()
                 pipeline.begin_step()
-            gradient = pipeline.stage(record, gradients, weights)
-            pipeline.local_update(record, gradient)
-            pipeline.global_update(record, gradient)
+            for block in pipeline.stage(record, gradients, weights):
+                pipeline.local_update(block)
+                pipeline.global_update(block)
 
     def pull(
         self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True
@@ -236,11 +225,7 @@ class ODSGDStore(mx.kvstore.KVStore):
         for user_key, outs, _ in grouped(key, out, None):
             record = self.pipeline.records[user_key]
             check_shapes(user_key, record.shape, outs)
-            for array in outs:
-                if record.global_weight is None:
-                    self._connection.pull([record.native], [array])
-                else:
-                    record.global_weight.copyto(array)
+            self.pipeline.wire.read(record, outs)
 
     # What it does not do
 
@@ -262,14 +247,33 @@ class ODSGDStore(mx.kvstore.KVStore):
         )
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Refused unless empty.
+        """How gradients are compressed; before the first key, on every rank.
 
         Parameters
         ----------
         compression_params : mapping
-            Not supported yet.
+            See `Config`.
+
+        Raises
+        ------
+        ConfigError
+            The parameters are not allowed, or the store has keys already.
         """
-        Config(compression_params=compression_params)
+        config = dataclasses.replace(
+            self.config, compression_params=dict(compression_params or {})
+        )
+        if config == self.config or not compression_params:
+            return
+        if len(self.pipeline.records):
+            raise ConfigError(
+                "set_gradient_compression came after the first key. Call it before "
+                "init and broadcast; with a Trainer pass compression_params."
+            )
+        self.config = config
+        optimizer = self._optimizer
+        self._begin_pipeline("compress")
+        if optimizer is not None:
+            self.set_optimizer(optimizer)
 
     def save_optimizer_states(
         self, fname: str, dump_optimizer: bool = False
@@ -297,14 +301,32 @@ class ODSGDStore(mx.kvstore.KVStore):
         """Wait until every worker is here; collective."""
         self._connection.barrier()
 
+    def _begin_pipeline(self, what: str) -> None:
+        """Start with the settings, which must be the same on every rank."""
+        self.pipeline = Pipeline(
+            self.config, self._connection, self._number, self._sum_on_device
+        )
+        rows = self._connection.exchange(
+            {"op": f"{what} store {self._number}", "config": repr(self.config)}
+        )
+        check_equal(
+            rows,
+            "config",
+            "settings",
+            "Give every rank the same arguments and ODSGD_* variables.",
+        )
+
     def _add(
         self, key: UserKey, value: nd.NDArray, outs: list[nd.NDArray]
     ) -> Replicated:
         """A record for a new key."""
         index = key if self._optimizer is None else index_of(self._optimizer, key)
-        native = self._connection.keys.place(value.size)
-        record = Replicated(key, native, value.shape, value.size, index, list(outs))
-        self.pipeline.records.add(key, record)
+        records = self.pipeline.records
+        record = Replicated(
+            key, len(records), value.shape, value.size, index, list(outs)
+        )
+        self.pipeline.placement.place(record, self._optimizer)
+        records.add(key, record)
         return record
 
     def _check_array(self, key: UserKey, value: nd.NDArray) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from dataclasses import dataclass
 from typing import Any, Mapping
 
 import numpy as np
@@ -17,10 +18,36 @@ from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
 from .errors import ConfigError, NotSupportedYet
+from .optimizer_state import FlatState, Run, apply_optimizer
 
 _MULTIPLIERS = ("lr_mult", "wd_mult", "idx2name")
 _COUNTERS = ("num_update", "begin_num_update", "rescale_grad")
 _PLAIN = (int, float, str, type(None), np.generic)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which numbers a rule updates at once.
+
+    Attributes
+    ----------
+    index : int or str
+        Of a parameter in the optimizer, for the multipliers.
+    key : int
+        The native key that they belong to.
+    run : Run
+        Where they are in it.
+    count : int
+        Updates of them so far.
+    whole : NDArray
+        All weights W of the key, as they were at the first step.
+    """
+
+    index: Any
+    key: int
+    run: Run
+    count: int
+    whole: nd.NDArray
 
 
 class LocalUpdate:
@@ -53,7 +80,7 @@ class LocalUpdate:
 
     def observe(
         self,
-        index: Any,
+        part: Part,
         scratch: nd.NDArray,
         global_weight: nd.NDArray,
         gradient: nd.NDArray,
@@ -62,7 +89,7 @@ class LocalUpdate:
 
     def update(
         self,
-        index: Any,
+        part: Part,
         local_weight: nd.NDArray,
         global_weight: nd.NDArray,
         previous: nd.NDArray | None,
@@ -72,11 +99,11 @@ class LocalUpdate:
 
         Parameters
         ----------
-        index : int or str
-            The parameter's index in the optimizer, for its multipliers.
-        local_weight : NDArray, float32
+        part : Part
+            Which numbers; the arrays hold those alone.
+        local_weight : NDArray, float32, 1-D
             Receives L(i,t+1).
-        global_weight : NDArray, float32, same shape
+        global_weight : NDArray, float32 or as it was pulled, same shape
             W(t); not changed.
         previous : NDArray or None
             W(t-1) for a rule with `keeps_previous`; it is free, with contents
@@ -102,11 +129,11 @@ class MirrorSGD(LocalUpdate):
         super().__init__(optimizer, rescale)
         self.keeps_previous = optimizer.momentum > 0
 
-    def update(self, index, local_weight, global_weight, previous, gradient) -> None:
+    def update(self, part, local_weight, global_weight, previous, gradient) -> None:
         rule = self._optimizer
         kwargs = {
-            "lr": rule._get_lr(index),
-            "wd": rule._get_wd(index),
+            "lr": rule._get_lr(part.index),
+            "wd": rule._get_wd(part.index),
             "rescale_grad": rule.rescale_grad,
             "out": local_weight,
         }
@@ -132,22 +159,22 @@ class Replica(LocalUpdate):
 
     def __init__(self, optimizer: opt.Optimizer, rescale: float) -> None:
         super().__init__(optimizer, rescale)
-        self._states: dict[Any, Any] = {}
+        self._states: dict[int, FlatState] = {}
         self._spares_gradient = _spares_gradient(type(self._optimizer))
 
-    def observe(self, index, scratch, global_weight, gradient) -> None:
-        self.update(index, scratch, global_weight, None, gradient)
+    def observe(self, part, scratch, global_weight, gradient) -> None:
+        self.update(part, scratch, global_weight, None, gradient)
 
-    def update(self, index, local_weight, global_weight, previous, gradient) -> None:
+    def update(self, part, local_weight, global_weight, previous, gradient) -> None:
         global_weight.copyto(local_weight)
-        if index not in self._states:
-            self._states[index] = self._optimizer.create_state_multi_precision(
-                index, local_weight
-            )
+        if part.key not in self._states:
+            whole = part.whole.astype("float32", copy=False)
+            self._states[part.key] = FlatState(self._optimizer, part.index, whole)
         if not self._spares_gradient:  # it is still to be pushed
             gradient = gradient.copy()
+        state = self._states[part.key].of(part.run)
         apply_optimizer(
-            self._optimizer, index, local_weight, gradient, self._states[index]
+            *(self._optimizer, part.index, part.count, local_weight, gradient, state)
         )
 
 
@@ -202,7 +229,11 @@ _MIRRORS_TO_COME = (opt.NAG, opt.Adam)
 
 
 def create(
-    rule: str, params: Mapping[str, Any], optimizer: opt.Optimizer, rescale: float
+    rule: str,
+    params: Mapping[str, Any],
+    optimizer: opt.Optimizer,
+    rescale: float,
+    exact_pulls: bool = True,
 ) -> LocalUpdate:
     """The local update named `rule` for a global optimizer.
 
@@ -210,13 +241,15 @@ def create(
     ----------
     rule : str
         'auto', 'mirror', 'replica', 'none', or a registered optimizer's name. 'auto'
-        is 'mirror' for exactly SGD and ccSGD, else 'replica'.
+        is 'mirror' for exactly SGD and ccSGD with exact pulls, else 'replica'.
     params : mapping
         Parameters of a rule that is an optimizer's name.
     optimizer : mxnet.optimizer.Optimizer
         The global optimizer.
     rescale : float
         The servers' `rescale_grad` times the number of workers.
+    exact_pulls : bool
+        Whether weights are pulled in float32.
 
     Raises
     ------
@@ -227,7 +260,7 @@ def create(
     """
     kind, chosen = type(optimizer), rule.lower()
     if chosen == "auto":
-        chosen = "mirror" if kind in MIRRORS else "replica"
+        chosen = "mirror" if kind in MIRRORS and exact_pulls else "replica"
     if chosen == "mirror":
         if kind in _MIRRORS_TO_COME:
             raise NotSupportedYet(
@@ -274,20 +307,6 @@ def create_named(name: str, params: Mapping[str, Any]) -> opt.Optimizer:
 def _spares_gradient(kind: type) -> bool:
     """Whether an optimizer leaves the gradient as it is; of users' ones who knows."""
     return kind.__module__.split(".")[0] == "mxnet" and kind is not opt.AdaDelta
-
-
-def apply_optimizer(
-    optimizer: opt.Optimizer,
-    index: Any,
-    weight: nd.NDArray,
-    gradient: nd.NDArray,
-    state: Any,
-) -> None:
-    """One update as `mxnet.optimizer.Updater` makes it, on one parameter."""
-    if optimizer.aggregate_num > 0:
-        optimizer.update_multi_precision([index], [weight], [gradient], [state])
-    else:
-        optimizer.update_multi_precision(index, weight, gradient, state)
 
 
 def uncounted_copy(optimizer: opt.Optimizer) -> opt.Optimizer:

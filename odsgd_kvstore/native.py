@@ -26,6 +26,7 @@ from .transport import Connection
 from .watchdog import StatusWatch
 
 _WAIT_NOTE_S = 10.0
+_MULTI_PRECISION = 1  # a command of MXNet's; unset, its flag is uninitialised memory
 _ROW = 2048  # numbers of one rank in an exchange: a length, then one byte each
 
 _logger = logging.getLogger(__name__)
@@ -71,6 +72,15 @@ class Native(Connection):
     def pushpull(self, key: int, value: nd.NDArray, outs: Sequence[nd.NDArray]) -> None:
         with self._lock:
             self._native.pushpull(key, value, out=list(outs))
+
+    def push(self, key: int, value: nd.NDArray) -> None:
+        with self._lock:
+            self._native.push(key, value)
+
+    def use_float16(self) -> None:
+        if self.rank == 0:
+            with self._lock:
+                self._native._send_command_to_servers(_MULTI_PRECISION, "")
 
     def pull(self, keys: Sequence[int], outs: Sequence[nd.NDArray]) -> None:
         with self._lock:

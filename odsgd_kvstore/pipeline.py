@@ -16,14 +16,18 @@ from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
 from . import local_update
-from .buffers import Replicated
+from .buffers import Block, Replicated
 from .config import Config
 from .errors import ConfigError, JobError
 from .give_assigned import Assignment
-from .hyper import HyperParameters
+from .hyper import multipliers_of
 from .keys import UserKeys
+from .optimizer_state import Run, runs
+from .orders import Orders, wait_for_pulls
+from .placement import Placement, steps
 from .schedule import Schedule
-from .transport import Connection, check_equal
+from .transport import Connection
+from .wire import Wire
 
 _logger = logging.getLogger(__name__)
 
@@ -55,20 +59,22 @@ class Pipeline:
         self, config: Config, connection: Connection, number: int, sum_on_device: bool
     ) -> None:
         self.records: UserKeys[Replicated] = UserKeys()
+        self.placement = Placement(connection.keys)
         self._config, self._connection = config, connection
         self._number, self._sum_on_device = number, sum_on_device
-        self._schedule = Schedule(config.warmup_steps, config.delay)
+        self._schedule = Schedule(config.warmup_steps, config.delay, config.full_every)
+        self.wire = Wire(config, connection, self._schedule)
+        self._orders = Orders(
+            connection, number, self.records, self.wire, self.placement
+        )
         self._optimizer: opt.Optimizer | None = None
-        self._hyper: HyperParameters | None = None  # from the first step on
-        self._rule: local_update.LocalUpdate | None = None  # likewise
-        self._rescale = 1.0
-        self._step = 0
-        self._newest = -1  # native key of the newest push
-        self.assignment = Assignment(connection, self.records, number)
+        self._rule: local_update.LocalUpdate | None = None  # from the first step on
+        self._newest = -1  # order of the parameter that came last
+        self.assignment = Assignment(connection, self.records, number, self.wire)
         self.find_assigned: Callable[[], None] = lambda: None
         self._holds_global = False
         self._stats = dict.fromkeys(("steps", "staleness", "max_staleness"), 0)
-        self._stats.update(pushed_bytes=0, pulled_bytes=0, wait_s=0.0)
+        self._stats.update(wait_s=0.0)
 
     def set_optimizer(self, optimizer: opt.Optimizer) -> None:
         """The global optimizer; the servers get it with the first step."""
@@ -84,20 +90,21 @@ class Pipeline:
 
         It does when it is the parameter's second in this step, when a parameter that
         paused comes before the one that was pushed last (MXNet pushes in the order of
-        creation, in which native keys rise), or when the optimizer was changed.
+        creation), or when the optimizer was changed.
         """
-        if self._hyper is None or record.step == self._step:
+        if self._rule is None or record.step == self._orders.step:
             return True
-        paused = 0 <= record.step < self._step - 1
-        return paused and record.native < self._newest or bool(self._hyper.changed())
+        paused = 0 <= record.step < self._orders.step - 1
+        return paused and record.order < self._newest or self._orders.is_changed()
 
-    def begin_step(self, records: Sequence[Replicated] = ()) -> None:
+    def begin_step(self, records: Sequence[Replicated] | None = None) -> None:
         """Start a step on this rank; at the first, the servers get the optimizer.
 
         Parameters
         ----------
         records : sequence of Replicated
-            The parameters that will be stepped, as far as they are known.
+            The parameters that will be stepped; if left out, those of the Gluon
+            Trainer that have a gradient.
 
         Notes
         -----
@@ -106,16 +113,20 @@ class Pipeline:
         pause; and, collectively, when weights were assigned.
         """
         self.check()
-        if self._hyper is None:
-            self._begin()
+        self._check_packs()
+        coming = set(records if records is not None else self._known_to_come())
+        if self._rule is None:
+            self._begin(self._optimizer)
         else:
-            self._follow_changes(records)
+            self._rule.follow(self._orders.follow(coming), self._orders.step)
         self.find_assigned()
         if self.assignment.is_due:
             self._wait()
             self.assignment.give()
-        self._optimizer.num_update = max(self._optimizer.num_update, self._step)
+        self._optimizer.num_update = max(self._optimizer.num_update, self._orders.step)
         self._stats["steps"] += 1
+        for block in self._orders.packs:
+            block.expect(coming)
 
     def check(self, what: str = "A step was made") -> None:
         """Raise unless weights may be changed now, as `what` says; never waits."""
@@ -131,63 +142,98 @@ class Pipeline:
         record: Replicated,
         gradients: Sequence[nd.NDArray],
         weights: Sequence[nd.NDArray],
-    ) -> nd.NDArray:
+    ) -> Iterator[Block]:
         """g(i,t): this worker's gradient, summed over its devices, in staging.
 
-        The native store overwrites the array that is pushed, so the user's gradient
-        is copied, and may be changed as soon as this returns. It is scaled by this
+        Yields the blocks whose gradients are all here: the parameter itself, its
+        slices one by one, or the pack that it completes. The native store overwrites
+        the array that is pushed, so gradients are copied. They are scaled by this
         rank's rescale_grad over the servers': 1 in every ordinary step.
         """
-        record.weights = list(weights)
-        if record.staging is None:
-            delayed = self._config.delay > 0
-            context = weights[0].context
-            if len(weights) > 1 and not self._sum_on_device:
-                context = mx.cpu()
-            record.allocate(context, delayed, self._rule.keeps_previous)
-        return record.stage(gradients, self._optimizer.rescale_grad / self._rescale)
+        record.take(gradients, weights)
+        record.step, self._newest = self._orders.step, record.order
+        for block, _ in record.blocks:
+            if not block.come(record):
+                continue
+            if block.staging is None:
+                context = weights[0].context
+                several = len(weights) > 1 and not self._sum_on_device
+                if several or self.wire.is_compressed:
+                    context = mx.cpu()
+                previous = self._rule.keeps_previous
+                block.allocate(
+                    context, self._config.delay > 0, previous, self.wire.dtype
+                )
+            block.stage(self._optimizer.rescale_grad / self._orders.rescale)
+            yield block
 
-    def local_update(self, record: Replicated, gradient: nd.NDArray) -> None:
+    def local_update(self, block: Block) -> None:
         """L(i,t+1) = Local(W(t), g(i,t)), at once; returns before it is done.
 
         During warm-up L(i,t+1) will be W(t+1), and only the rule's state takes note.
         """
         if self._config.delay == 0:
             return
-        local_weight = record.make_local()
-        if self._schedule.is_warmup(record.update):
-            self._rule.observe(
-                record.index, local_weight, record.global_weight, gradient
-            )
-            return
-        self._rule.update(
-            record.index, local_weight, record.global_weight, record.spare, gradient
-        )
-        record.spread_local(local_weight)
+        local, local_members = block.make_local(), []
+        for run in self._runs(block):
+            part = self._part(block, run)
+            span = (run.start, run.stop)
+            arrays = (local.view(*span), block.global_weight.view(*span))
+            gradient = block.staging.view(*span)
+            if self._schedule.is_warmup(part.count):
+                self._rule.observe(part, *arrays, gradient)
+                continue
+            previous = None if block.spare is None else block.spare.view(*span)
+            self._rule.update(part, *arrays, previous, gradient)
+            local_members += run.members
+        if local_members:
+            block.spread(local, local_members)
 
-    def global_update(self, record: Replicated, gradient: nd.NDArray) -> None:
-        """W(t+1) = Opt(W(t), sum_i g(i,t)): push `gradient`, pull W(t+1).
+    def global_update(self, block: Block) -> None:
+        """W(t+1) = Opt(W(t), sum_i g(i,t)): push the gradient, pull W(t+1).
 
         Returns before it is done. During warm-up the weights receive W(t+1), and the
         next forward pass waits for it; later the next step's local update does.
         """
-        if self._offset(record) != record.offset:
-            self._tell({}, [record])
-        warmup = self._schedule.is_warmup(record.update)
-        targets = record.pull_targets(warmup)
-        self._connection.pushpull(record.native, gradient, targets)
-        self._newest = record.native
+        self._orders.note_pause(block)
+        stepped = [block.members[i] for i in block.present]
+        warm = [
+            i
+            for i, member in zip(block.present, stepped)
+            if self._schedule.is_warmup(member.record.update)
+        ]
+        self.wire.pushpull(block, warm)
+        for record, last in ((m.record, m.record.blocks[-1][0]) for m in stepped):
+            if last is block:
+                self._advance(record)
+
+    def _advance(self, record: Replicated) -> None:
+        """Count an update of a parameter, all of whose numbers are on their way."""
         staleness = record.update - record.base
         self._stats["staleness"] = staleness
         self._stats["max_staleness"] = max(self._stats["max_staleness"], staleness)
-        self._stats["pushed_bytes"] += 4 * record.size
-        self._stats["pulled_bytes"] += 4 * record.size
-        record.advance(self._schedule.staleness(record.update + 1), self._step)
+        record.advance(self._schedule.staleness(record.update + 1))
+
+    def _runs(self, block: Block) -> list[Run]:
+        """The numbers of a block that are updated at once, side by side."""
+        if not block.is_pack:
+            return [Run(0, block.size, (0,))]
+        alike: list[Any] = [None] * len(block.members)
+        for i in block.present:
+            record = block.members[i].record
+            multipliers = multipliers_of(self._optimizer, record.index)
+            alike[i] = (record.update, *multipliers)
+        return runs([member.size for member in block.members], alike)
+
+    def _part(self, block: Block, run: Run) -> local_update.Part:
+        record = block.members[run.members[0]].record
+        whole = block.global_weight.view(0, block.size)
+        return local_update.Part(record.index, block.native, run, record.update, whole)
 
     def settle(self) -> None:
         """L = W for every parameter that was not stepped in this step."""
         for record in self.records:
-            if record.is_local and record.step < self._step:
+            if record.is_local and record.step < self._orders.step:
                 record.use_global()
 
     def synchronize(self) -> None:
@@ -225,7 +271,7 @@ class Pipeline:
 
     def stats(self) -> dict[str, Any]:
         """Counters of this store on this rank; see `Trainer.stats`."""
-        return dict(self._stats)
+        return {**self._stats, **self.wire.stats()}
 
     def _local(self) -> list[Replicated]:
         """The parameters whose W is not in the user's arrays, nor was put there."""
@@ -236,99 +282,47 @@ class Pipeline:
             if record.is_local and not self.assignment.holds(record)
         ]
 
-    def _stepped(self) -> list[Replicated]:
-        return [r for r in self.records if r.update > 0]
+    def _known_to_come(self) -> Iterator[Replicated]:
+        return (r for r in self.records if steps(r, self._optimizer))
+
+    def _check_packs(self) -> None:
+        """Raise if a parameter of a pack did not come in the last step."""
+        for block in self._orders.packs:
+            came = [
+                m.record for m in block.members if m.record.step == self._orders.step
+            ]
+            if block.waits_for and came:
+                missing = sorted(str(record.key) for record in block.waits_for)
+                raise JobError(
+                    f"Parameter {', '.join(missing)} did not come in the last step, "
+                    f"and {came[0].key} did. With gluon.Trainer's store every parameter "
+                    "with a grad_req other than 'null' must be pushed in each step: "
+                    "leave that to Trainer.step."
+                )
 
     def _wait(self) -> None:
         """Until this rank's pulls are here; raise what a server reported."""
-        self._wait_for_pulls()
+        wait_for_pulls(self.records)
         self._connection.check_now()
 
-    def _wait_for_pulls(self) -> None:
-        """Until W of every step that this rank has made is here."""
-        for record in self._stepped():
-            for array in [record.global_weight, *record.weights]:
-                if array is not None:
-                    array.wait_to_read()
-
-    def _begin(self) -> None:
-        """The first step: agree on it, and give the servers the optimizer."""
-        optimizer = self._optimizer
+    def _begin(self, optimizer: opt.Optimizer | None) -> None:
+        """The first step: agree on it, give the servers the optimizer, make the rule."""
         if optimizer is None:
             raise ConfigError(
                 "A step was made without an optimizer: dist_odsgd updates weights on "
                 "the servers. Call set_optimizer first; with a Trainer or Module leave "
                 "update_on_kvstore out (or True), and unset MXNET_UPDATE_ON_KVSTORE."
             )
-        self._hyper = HyperParameters(optimizer, self._number)
-        self._rescale = self._agree_on_start(optimizer)
+        self._orders.begin(optimizer, self._config.threshold)
         self._rule = local_update.create(
             self._config.local_optimizer,
             self._config.local_optimizer_params,
             optimizer,
-            self._rescale * self._connection.num_workers,
+            self._orders.rescale * self._connection.num_workers,
+            self.wire.is_exact,
         )
-        self._step = optimizer.begin_num_update + 1
-        self._rule.follow({}, self._step)
-        if self._connection.rank == 0:
-            self._connection.command(
-                self._hyper.begin(self._step, self.records, self._rescale)
-            )
+        self._rule.follow({}, self._orders.step)
         self._log_start()
-
-    def _agree_on_start(self, optimizer: opt.Optimizer) -> float:
-        """Compare the ranks' optimizers; rank 0's rescale_grad, which the servers use."""
-        rows = self._connection.exchange(
-            {
-                "op": f"first step of store {self._number}",
-                "keys": [f"{r.key!r} {r.shape}" for r in self.records],
-                "optimizer": type(optimizer).__name__,
-                "rescale_grad": optimizer.rescale_grad,
-                "hyper": repr(self._hyper.summary()),
-            }
-        )
-        check_equal(rows, "keys", "parameters", "Build the same network on every rank.")
-        check_equal(rows, "optimizer", "optimizers", "Use the same one on every rank.")
-        mine, theirs = rows[self._connection.rank]["hyper"], rows[0]["hyper"]
-        if mine != theirs:
-            _logger.warning(
-                "Rank %d's optimizer has %s. The servers use rank 0's, %s; only this "
-                "rank's local updates use its own. Use the same values on every rank.",
-                self._connection.rank,
-                mine,
-                theirs,
-            )
-        return rows[0]["rescale_grad"]
-
-    def _follow_changes(self, records: Sequence[Replicated]) -> None:
-        """A later step: the rule and the servers get what was changed since the last."""
-        changes = self._hyper.changes(self._step + 1)
-        self._step += 1
-        self._rule.follow(changes, self._step)
-        self._tell(changes, records)
-
-    def _tell(self, changes: dict[str, Any], records: Sequence[Replicated]) -> None:
-        """Rank 0: send the servers what is new, to hold from this step on.
-
-        Its own pulls are waited for first: all earlier updates are done then, so that
-        none can take what is sent for its own.
-        """
-        offsets = {}
-        for record in records:
-            offset = self._offset(record)
-            if offset != record.offset:
-                offsets[record.native] = [record.update + 1, offset]
-                record.offset = offset
-        if self._connection.rank != 0:
-            return
-        message = self._hyper.change(self._step, self.records, changes, offsets)
-        if message:
-            self._wait_for_pulls()
-            self._connection.command(message)
-
-    def _offset(self, record: Replicated) -> int:
-        """By how many steps a parameter came later, or paused."""
-        return self._step - self._optimizer.begin_num_update - record.update - 1
 
     def _log_start(self) -> None:
         """One line, from rank 0, on what is trained and what parameters hold."""

@@ -19,10 +19,13 @@ class Schedule:
         K >= 0: updates 0 to K-1 of a key are synchronous SGD, L(t+1) = W(t+1).
     delay : int
         0: every update is synchronous. 1: One-step Delay SGD after the warm-up.
+    full_every : int
+        With compression, of so many pushes one is whole; 0: none but the first ones.
     """
 
     warmup_steps: int
     delay: int
+    full_every: int = 0
 
     def is_warmup(self, update: int) -> bool:
         """Whether update number `update` (from 0) of a key is synchronous."""
@@ -36,3 +39,12 @@ class Schedule:
         warm-up, from W(update - 1).
         """
         return 0 if update == 0 or self.is_warmup(update - 1) else self.delay
+
+    def is_whole(self, push: int) -> bool:
+        """Whether push number `push` (from 0) of a key is sent whole, if any is not.
+
+        The first is, and those of the warm-up: it is synchronous SGD.
+        """
+        if push == 0 or self.delay and push < self.warmup_steps:
+            return True
+        return bool(self.full_every) and push % self.full_every == 0

@@ -89,33 +89,38 @@ class Server:
     def _on_begin(self, body: Mapping[str, Any]) -> None:
         """A store's optimizer; a store begins once."""
         optimizer = commands.decode_optimizer(body, bool(self._opener.key))
-        self._stores[body["store"]] = GlobalUpdate(optimizer)
+        settings = body["num_workers"], body["threshold"]
+        self._stores[body["store"]] = GlobalUpdate(optimizer, *settings)
         self._on_change(body)
 
     def _on_change(self, body: Mapping[str, Any]) -> None:
-        """Hyper-parameters, multipliers and keys that hold from a step."""
+        """Hyper-parameters, and keys with their members, that hold from a step."""
         store, values = self._stores[body["store"]], dict(body["values"])
         if values.get("lr_scheduler"):
             values["lr_scheduler"] = commands.decode_schedule(
                 values["lr_scheduler"], bool(self._opener.key)
             )
-        multipliers = {int(k): v for k, v in body["multipliers"].items()}
+        keys = {int(k): v for k, v in body["keys"].items()}
         offsets = {int(k): v for k, v in body["offsets"].items()}
-        store.change(body["step"], values, multipliers, offsets)
-        for key in multipliers:
+        members = {key: new["members"] for key, new in keys.items()}
+        store.change(body["step"], values, members, offsets)
+        for key, new in keys.items():
             self._updates[key] = store
+            if new["words"] is not None:
+                self._updates[new["words"]] = functools.partial(store.restore, key)
 
     def _on_assign(self, body: Mapping[str, Any]) -> None:
         """The next push of these keys is their new weights, not a gradient."""
         for key in body["keys"]:
-            then = self._updates[key]
-            self._updates[key] = functools.partial(self._assign_once, then)
+            self._updates[key] = functools.partial(
+                self._assign_once, self._updates[key]
+            )
 
     def _assign_once(
-        self, then: Callable, key: int, stored: nd.NDArray, value: nd.NDArray
+        self, store: GlobalUpdate, key: int, stored: nd.NDArray, value: nd.NDArray
     ) -> None:
-        _assign(key, stored, value)
-        self._updates[key] = then
+        store.assign(key, stored, value)
+        self._updates[key] = store
 
     def _capture_status(self, key: int, stored: nd.NDArray, _: nd.NDArray) -> None:
         self._status = stored

@@ -64,7 +64,7 @@ class Trainer(gluon.Trainer):
     delay : int, optional
         1 (default), or 0: synchronous, the same as `dist_sync` bit for bit.
     compression_params : dict, optional
-        Not supported yet.
+        {'type': 'fp16'}, or {'type': '2bit', 'threshold': 0.5, 'full_every': 10}.
     update_on_kvstore : bool, optional
         None or True.
 
@@ -159,9 +159,9 @@ class Trainer(gluon.Trainer):
         stepped = self._gradients(ignore_stale_grad)
         pipeline.begin_step([record for record, _, _ in stepped])
         for record, gradients, weights in stepped:
-            gradient = pipeline.stage(record, gradients, weights)
-            pipeline.local_update(record, gradient)
-            pipeline.global_update(record, gradient)
+            for block in pipeline.stage(record, gradients, weights):
+                pipeline.local_update(block)
+                pipeline.global_update(block)
         pipeline.settle()
 
     def synchronize(self) -> None:
@@ -206,7 +206,9 @@ class Trainer(gluon.Trainer):
 
     def load_states(self, fname: str) -> NoReturn:
         """Not supported yet."""
-        raise NotSupportedYet("Trainer.load_states is not supported yet with dist_odsgd.")
+        raise NotSupportedYet(
+            "Trainer.load_states is not supported yet with dist_odsgd."
+        )
 
     def allreduce(self, value: Any) -> NoReturn:
         """Not supported yet."""
@@ -272,8 +274,9 @@ class Trainer(gluon.Trainer):
         arrays = [param.list_data() for param in ready]
         own = [weights[0].copy() for weights in arrays]
         self._kvstore.broadcast([self._param2idx[p.name] for p in ready], own, arrays)
+        rounded = self._kvstore.pipeline.wire.rounded
         if any(
-            param._differentiable and (mine.asnumpy() != data[0].asnumpy()).any()
+            param._differentiable and (rounded(mine) != data[0].asnumpy()).any()
             for param, mine, data in zip(ready, own, arrays)
         ):
             _logger.warning(_DIFFERENT_START, self._kvstore.rank)

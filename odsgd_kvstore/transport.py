@@ -10,7 +10,6 @@ import logging
 import secrets
 from typing import Any, Mapping, Sequence
 
-import mxnet as mx
 from mxnet import ndarray as nd
 from mxnet.base import KVStoreHandle
 
@@ -61,6 +60,18 @@ class Connection(abc.ABC):
         Returns before it is done; a wait on an array of `outs` ends it. `value` is
         overwritten, and may be written to again by engine operators only.
         """
+
+    @abc.abstractmethod
+    def push(self, key: int, value: nd.NDArray) -> None:
+        """Push `value`, which is not changed; returns before it is done.
+
+        An engine operator that writes to `value` waits until the servers have it and
+        have updated what depends on it.
+        """
+
+    @abc.abstractmethod
+    def use_float16(self) -> None:
+        """Have the servers keep float32 masters of keys that are float16."""
 
     @abc.abstractmethod
     def pull(self, keys: Sequence[int], outs: Sequence[nd.NDArray]) -> None:
@@ -119,6 +130,7 @@ class Standalone(Connection):
     def __init__(self) -> None:
         super().__init__()
         self._stored: dict[int, nd.NDArray] = {}
+        self._merged: dict[int, nd.NDArray] = {}
         key = secrets.token_bytes()
         self._server = Server(0, "", key, on_refused=_refused_stand_alone)
         self._sealer = Sealer(key, "", 0)
@@ -130,13 +142,20 @@ class Standalone(Connection):
 
     def init(self, keys: Sequence[int], values: Sequence[nd.NDArray]) -> None:
         for key, value in zip(keys, values):
-            self._stored[key] = value.copyto(mx.cpu()).reshape(-1)
+            self._stored[key] = nd.empty(value.size)  # float32, as the servers' masters
+            self._merged[key] = nd.empty(value.size)
+            value.reshape(-1).copyto(self._stored[key])
 
     def pushpull(self, key: int, value: nd.NDArray, outs: Sequence[nd.NDArray]) -> None:
-        stored = self._stored[key]
-        self._server.update(key, stored, value.reshape(-1).as_in_context(mx.cpu()))
-        for out in outs:
-            stored.reshape(out.shape).copyto(out)
+        self.push(key, value)
+        self.pull([key] * len(outs), outs)
+
+    def push(self, key: int, value: nd.NDArray) -> None:
+        value.reshape(-1).copyto(self._merged[key])
+        self._server.update(key, self._stored[key], self._merged[key])
+
+    def use_float16(self) -> None:
+        pass
 
     def pull(self, keys: Sequence[int], outs: Sequence[nd.NDArray]) -> None:
         for key, out in zip(keys, outs):

@@ -9,23 +9,30 @@ from mxnet import optimizer as opt
 from odsgd_kvstore.checks import check_optimizer, check_slice
 from odsgd_kvstore.config import Config
 from odsgd_kvstore.errors import ConfigError
-from odsgd_kvstore.global_update import GlobalUpdate, MemoisedSchedule, flatten
+from odsgd_kvstore.global_update import GlobalUpdate, MemoisedSchedule
 
-ONE = (1.0, 1.0)
+ONE = [(2, 1.0, 1.0)]  # one member: size, lr_mult, wd_mult
 
 
 class Keys:
     """A global update with a weight for each key, all ones."""
 
     def __init__(self, optimizer, *keys):
-        self.update = GlobalUpdate(optimizer)
-        self.weights = {key: nd.ones(2) for key in keys}
+        self.update = GlobalUpdate(optimizer, 1, 0.5)
+        self.weights, self.gradients = {}, {}
+        self.add(*keys)
         self.update.change(1, {}, dict.fromkeys(keys, ONE), {})
+
+    def add(self, *keys):
+        """Weights of new keys, and the arrays that the server receives into."""
+        self.weights.update((key, nd.ones(2)) for key in keys)
+        self.gradients.update((key, nd.zeros(2)) for key in keys)
 
     def push(self, key, gradient=1.0):
         """The change of a key's weight by one update."""
         before = self.weights[key].asnumpy()
-        self.update(key, self.weights[key], nd.full(2, gradient))
+        self.gradients[key][:] = gradient
+        self.update(key, self.weights[key], self.gradients[key])
         return round(float((self.weights[key].asnumpy() - before)[0]), 5)
 
 
@@ -37,7 +44,7 @@ def test_update_is_the_optimizer_s_own_bit_for_bit():
         weight = nd.ones(2)
         for step in range(6):
             gradient = nd.array([0.3 * step, -1.0])
-            keys.update(5, keys.weights[5], gradient)
+            keys.push(5, gradient)
             updater(5, gradient, weight)
         assert np.array_equal(keys.weights[5].asnumpy(), weight.asnumpy()), name
 
@@ -90,14 +97,14 @@ def test_state_survives_a_change():
 
 def test_multipliers_travel_by_key_and_hold_from_their_step():
     keys = Keys(opt.SGD(learning_rate=0.5), 0, 1)
-    keys.update.change(2, {}, {1: (0.5, 1.0)}, {})
+    keys.update.change(2, {}, {1: [(2, 0.5, 1.0)]}, {})
     assert [keys.push(0), keys.push(1)] == [-0.5, -0.5]
     assert [keys.push(0), keys.push(1)] == [-0.5, -0.25]
 
 
 def test_wd_multiplier_applies():
     keys = Keys(opt.SGD(learning_rate=0.5, wd=0.5), 0, 1)
-    keys.update.change(1, {}, {0: (1.0, 0.0), 1: (1.0, 2.0)}, {})
+    keys.update.change(1, {}, {0: [(2, 1.0, 0.0)], 1: [(2, 1.0, 2.0)]}, {})
     assert [keys.push(0, 0.0), keys.push(1, 0.0)] == [0.0, -0.5]
 
 
@@ -105,7 +112,7 @@ def test_key_that_comes_late_uses_the_store_s_step():
     schedule = mx.lr_scheduler.MultiFactorScheduler(step=[2], factor=0.5, base_lr=0.5)
     keys = Keys(opt.SGD(lr_scheduler=schedule, learning_rate=0.5), 0)
     assert [keys.push(0) for _ in range(3)] == [-0.5, -0.5, -0.25]
-    keys.weights[7] = nd.ones(2)
+    keys.add(7)
     keys.update.change(4, {}, {7: ONE}, {7: (1, 3)})  # Its update 1 is step 4.
     assert [keys.push(0), keys.push(7)] == [-0.25, -0.25]
 
@@ -177,16 +184,16 @@ def test_new_schedule_holds_from_its_step_and_the_old_one_before():
 def test_slots_are_the_arrays_that_the_optimizer_uses(name, slots):
     keys = Keys(opt.create(name, learning_rate=0.1), 0)
     keys.push(0)
-    entry = keys.update._keys[0]
-    assert len(entry.slots) == slots
-    assert all(slot.shape == (2,) and slot.dtype == np.float32 for slot in entry.slots)
-    assert all(np.abs(slot.asnumpy()).max() > 0 for slot in entry.slots)
+    found = keys.update._keys[0].state.slots
+    assert len(found) == slots
+    assert all(slot.shape == (2,) and slot.dtype == np.float32 for slot in found)
+    assert all(np.abs(slot.asnumpy()).max() > 0 for slot in found)
 
 
 def test_writing_a_slot_changes_the_next_update():
     keys = Keys(opt.SGD(learning_rate=1.0, momentum=0.5), 0)
     keys.push(0)
-    keys.update._keys[0].slots[0][:] = 4.0
+    keys.update._keys[0].state.slots[0][:] = 4.0
     assert keys.push(0) == 1.0  # 0.5 * 4 - 1
 
 
@@ -197,13 +204,7 @@ def test_state_is_made_once_for_each_key():
 
 def test_unknown_key_raises():
     with pytest.raises(KeyError):
-        GlobalUpdate(opt.SGD())(3, nd.ones(2), nd.ones(2))
-
-
-def test_flatten_goes_through_any_nesting():
-    a, b, c = nd.zeros(1), nd.zeros(2), nd.zeros(3)
-    assert flatten(None) == []
-    assert [x.shape for x in flatten((a, [b, None, (c,)]))] == [(1,), (2,), (3,)]
+        GlobalUpdate(opt.SGD(), 1, 0.5)(3, nd.ones(2), nd.ones(2))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from mxnet import optimizer as opt
 
 from odsgd_kvstore import local_update
 from odsgd_kvstore.errors import ConfigError, NotSupportedYet
+from odsgd_kvstore.local_update import Part
+from odsgd_kvstore.optimizer_state import Run
 
 RESCALE = 0.25
 SHAPE = (3, 4)
@@ -33,15 +35,26 @@ def make(rule, optimizer, params=None):
     return made
 
 
-def updated(rule, weight, previous, gradient, index=0):
+def part_of(whole, index=0, count=0):
+    """All numbers of one parameter, which is a key of its own."""
+    return Part(index, 10 + index, Run(0, whole.size, (0,)), count, whole)
+
+
+def flat(array):
+    """As the rules see it."""
+    return nd.array(array.reshape(-1))
+
+
+def updated(rule, weight, previous, gradient, index=0, count=0):
     """L from W(t), W(t-1) and g, after checks of what must stay unchanged."""
-    arrays = [nd.array(a) for a in (weight, previous, gradient)]
-    local_weight = nd.full(SHAPE, np.nan)
+    arrays = [flat(a) for a in (weight, previous, gradient)]
+    local_weight = nd.full(weight.size, np.nan)
     kept = arrays[1] if rule.keeps_previous else None
-    rule.update(index, local_weight, arrays[0], kept, arrays[2])
-    assert np.array_equal(arrays[0].asnumpy(), weight)
-    assert np.array_equal(arrays[2].asnumpy(), gradient)
-    return local_weight.asnumpy()
+    part = part_of(arrays[0], index, count)
+    rule.update(part, local_weight, arrays[0], kept, arrays[2])
+    assert np.array_equal(arrays[0].asnumpy(), weight.reshape(-1))
+    assert np.array_equal(arrays[2].asnumpy(), gradient.reshape(-1))
+    return local_weight.asnumpy().reshape(SHAPE)
 
 
 def sgd(weight, momentum, gradient, lr, wd, mu, clip):
@@ -123,9 +136,13 @@ def test_replica_is_the_optimizer_with_state_fed_since_warmup(name):
         rule.follow({}, step)
         weight, gradient = nd.array(draw(step)), nd.array(draw(step + 20))
         if step < 3:  # Warm-up: only the state takes note.
-            rule.observe(0, nd.zeros(SHAPE), weight, gradient)
+            arrays = flat(draw(step)), flat(draw(step + 20))
+            part = part_of(arrays[0], count=step - 1)
+            rule.observe(part, nd.zeros(weight.size), *arrays)
         else:
-            local_weight = updated(rule, draw(step), draw(9), draw(step + 20))
+            local_weight = updated(
+                rule, draw(step), draw(9), draw(step + 20), count=step - 1
+            )
         update = twin.update_multi_precision
         update([0], [weight], [gradient], [state]) if twin.aggregate_num else update(
             0, weight, gradient, state

@@ -92,6 +92,11 @@ def step(net, made):
             {"optimizer": "rmsprop", "local_optimizer": "mirror"},
             ["'mirror'", "RMSProp"],
         ),
+        ({"compression_params": {"type": "1bit"}}, ["'1bit'", "'fp16'", "'2bit'"]),
+        (
+            {"compression_params": {"type": "fp16"}, "local_optimizer": "mirror"},
+            ["'mirror'", "'fp16'"],
+        ),
     ],
 )
 def test_wrong_argument_is_refused_at_construction(settings, parts):
@@ -101,16 +106,31 @@ def test_wrong_argument_is_refused_at_construction(settings, parts):
 @pytest.mark.parametrize(
     "settings, parts",
     [
-        (
-            {"compression_params": {"type": "2bit"}},
-            ["compression", "2bit", "Leave it out"],
-        ),
         ({"local_optimizer": "dcsgd"}, ["'dcsgd'", "'auto' or 'sgd'"]),
         ({"optimizer": "nag", "local_optimizer": "mirror"}, ["'mirror' for NAG"]),
     ],
 )
 def test_planned_argument_is_refused_by_name(settings, parts):
     refused([*parts, "not supported yet"], trainer, kind=NotSupportedYet, **settings)
+
+
+@pytest.mark.parametrize("given", [{"type": "fp16"}, {"type": "2bit", "threshold": 2}])
+@pytest.mark.parametrize("make", [trainer, "gluon"])
+def test_compression_params_reach_the_store(given, make):
+    net = dense()
+    if make == "gluon":
+        made = gluon.Trainer(
+            net.collect_params(), "sgd", kvstore="dist_odsgd", compression_params=given
+        )
+    else:
+        made = make(net, compression_params=given)
+    step(net, made)
+    assert made._kvstore.config.compression_params == given
+    assert made._kvstore.pipeline.wire.is_compressed == (given["type"] == "2bit")
+    assert made._kvstore.pipeline.wire.is_exact == (given["type"] == "2bit")
+    # lr 0.01, the batch's mean gradient is 1; 1 - 0.01 as the wire carries it.
+    wanted = np.float32(1 - 0.01).astype("float16" if given["type"] == "fp16" else "f")
+    assert (net.weight.data().asnumpy() == np.float32(wanted)).all()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from odsgd_kvstore.config import Cluster, Config, job_key
-from odsgd_kvstore.errors import ConfigError, NotSupportedYet
+from odsgd_kvstore.errors import ConfigError
 
 JOB = {
     "DMLC_ROLE": "worker",
@@ -65,15 +65,60 @@ def test_parameters_must_be_a_mapping(given):
     refused(parts, Config, local_optimizer="sgd", local_optimizer_params=given)
 
 
-def test_compression_is_refused_by_name():
-    given = {"type": "2bit", "threshold": 0.5}
-    parts = [repr(given), "not supported yet", "Leave it out"]
-    refused(parts, Config, compression_params=given, kind=NotSupportedYet)
+@pytest.mark.parametrize(
+    "given, threshold, full_every",
+    [
+        ({"type": "fp16"}, 0.5, 0),
+        ({"type": "2bit"}, 0.5, 0),
+        ({"type": "2bit", "threshold": 2}, 2.0, 0),
+        ({"type": "2bit", "threshold": 0.01, "full_every": 1}, 0.01, 1),
+        ({"type": "2bit", "full_every": 10}, 0.5, 10),
+    ],
+)
+def test_compression_that_is_allowed(given, threshold, full_every):
+    config = Config(compression_params=given)
+    assert config.compression == given["type"]
+    assert (config.threshold, config.full_every) == (threshold, full_every)
+
+
+@pytest.mark.parametrize(
+    "given, parts",
+    [
+        ({"type": "1bit"}, ["{'type': '1bit'}", "'fp16'", "'2bit'"]),
+        ({"threshold": 0.5}, ["{'threshold': 0.5}", "'fp16'", "'2bit'"]),
+        ("2bit", ["compression_params is '2bit'", "{'type': 'fp16'}"]),
+        ([("type", "2bit")], ["compression_params is [", "{'type': 'fp16'}"]),
+        ({"type": "fp16", "threshold": 1}, ["has threshold;", "{'type': 'fp16'}"]),
+        ({"type": "2bit", "treshold": 1}, ["has treshold;", "'threshold': 0.5"]),
+        ({"type": "2bit", "threshold": 0}, ["threshold 0;", "above 0"]),
+        ({"type": "2bit", "threshold": -1.5}, ["threshold -1.5;", "above 0"]),
+        ({"type": "2bit", "threshold": float("nan")}, ["threshold nan", "above 0"]),
+        ({"type": "2bit", "threshold": float("inf")}, ["threshold inf", "above 0"]),
+        ({"type": "2bit", "threshold": "0.5"}, ["threshold '0.5'", "above 0"]),
+        ({"type": "2bit", "threshold": True}, ["threshold True", "above 0"]),
+        ({"type": "2bit", "full_every": 0}, ["full_every 0;", "leave it out"]),
+        ({"type": "2bit", "full_every": 2.0}, ["full_every 2.0;", "whole number"]),
+        ({"type": "2bit", "full_every": True}, ["full_every True;", "whole number"]),
+        ({"type": "2bit", "full_every": None}, ["full_every None;", "whole number"]),
+    ],
+)
+def test_wrong_compression_is_refused_by_name(given, parts):
+    refused(["compression_params", *parts], Config, compression_params=given)
+
+
+@pytest.mark.parametrize("rule", ["mirror", "Mirror"])
+def test_mirror_with_half_precision_is_refused(rule):
+    parts = ["'mirror'", "'fp16'", "W(t) - W(t-1)", "'auto' or 'replica'"]
+    fp16 = {"type": "fp16"}
+    refused(parts, Config, local_optimizer=rule, compression_params=fp16)
+    Config(local_optimizer=rule, compression_params={"type": "2bit"})
 
 
 @pytest.mark.parametrize("empty", [None, {}])
 def test_no_compression_is_allowed(empty):
-    assert not Config(compression_params=empty).compression_params
+    config = Config(compression_params=empty)
+    assert not config.compression_params
+    assert config.compression == ""
 
 
 def test_each_variable_sets_its_setting():

@@ -44,7 +44,8 @@ SIGNATURES = {
         "mod, prefix, period=1, save_optimizer_states=False"
     ),
     testing.run_local: (
-        "fn, num_workers=2, num_servers=1, timeout=60, env=None, *, stock_servers=False"
+        "fn, num_workers=2, num_servers=1, timeout=60, env=None, *, "
+        "stock_servers=False, bandwidth=None"
     ),
 }
 

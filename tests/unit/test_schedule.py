@@ -33,6 +33,26 @@ def test_staleness_is_never_more_than_the_delay():
             assert {schedule.staleness(u) for u in range(12)} <= {0, delay}
 
 
+@pytest.mark.parametrize(
+    "warmup_steps, delay, full_every, whole",
+    [
+        (0, 1, 0, [1, 0, 0, 0, 0, 0, 0]),
+        (3, 1, 0, [1, 1, 1, 0, 0, 0, 0]),
+        (3, 0, 0, [1, 0, 0, 0, 0, 0, 0]),  # without a delay there is no warm-up
+        (0, 1, 1, [1, 1, 1, 1, 1, 1, 1]),
+        (0, 0, 1, [1, 1, 1, 1, 1, 1, 1]),
+        (0, 1, 3, [1, 0, 0, 1, 0, 0, 1]),
+        (2, 1, 3, [1, 1, 0, 1, 0, 0, 1]),
+        (2, 0, 3, [1, 0, 0, 1, 0, 0, 1]),
+    ],
+)
+def test_whole_pushes_are_the_first_the_warmup_s_and_every_kth(
+    warmup_steps, delay, full_every, whole
+):
+    schedule = Schedule(warmup_steps, delay, full_every)
+    assert [schedule.is_whole(push) for push in range(7)] == list(map(bool, whole))
+
+
 def test_schedule_is_immutable():
     with pytest.raises(AttributeError):
         Schedule(3, 1).warmup_steps = 4
