@@ -39,6 +39,7 @@ def run_local(
     env: Mapping[str, str] | None = None,
     *,
     stock_servers: bool = False,
+    bandwidth: str | None = None,
 ) -> list[Any]:
     """Run `fn` on every worker of a job on this machine.
 
@@ -55,6 +56,9 @@ def run_local(
         Further environment variables of every role.
     stock_servers : bool
         Run MXNet's own servers, for a baseline such as 'dist_sync'.
+    bandwidth : str, optional
+        Limit each role's network in each direction, such as '200mbit' (Linux; the
+        functions reach the other roles and nothing else).
 
     Returns
     -------
@@ -70,6 +74,8 @@ def run_local(
         The time limit; says what each role was doing.
     JobError
         A role died otherwise.
+    LaunchError
+        A setting is wrong, or this machine cannot limit the bandwidth.
 
     Notes
     -----
@@ -88,6 +94,7 @@ def run_local(
             env_worker={
                 "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)
             },
+            bandwidth=bandwidth,
         )
         roles, sockets = new_job(job, os.environ)
         result = run_roles(

@@ -37,7 +37,6 @@ NOT_SUPPORTED_YET = {
     "port_range": "--port-range",
     "max_restarts": "--max-restarts",
     "log_dir": "--log-dir",
-    "emulate_bandwidth": "--emulate-bandwidth",
 }
 INTRODUCTION = (
     "Workers run the command, servers hold the weights and update them, and the "
@@ -128,7 +127,12 @@ def _version() -> str:
 )
 @click.option("--max-restarts", metavar="K", help="Restarts of a failed job.")
 @click.option("--log-dir", metavar="DIR", help="A log file for each role.")
-@click.option("--emulate-bandwidth", metavar="RATE", help="Limit each role's network.")
+@click.option(
+    "--emulate-bandwidth",
+    metavar="RATE",
+    help="Limit each role's network in each direction, such as 400mbit. Roles then "
+    "reach each other and nothing else. Linux only.",
+)
 @click.option(
     "--stock-servers", is_flag=True, help="Run MXNet's own servers, for baselines."
 )
@@ -187,6 +191,7 @@ def _job(command: tuple[str, ...], options: Mapping[str, Any]) -> LocalJob:
         env=parse_env(options["env"], os.environ),
         env_server=parse_pairs("--env-server", options["env_server"]),
         env_worker=parse_pairs("--env-worker", options["env_worker"]),
+        bandwidth=options["emulate_bandwidth"],
     )
 
 
@@ -214,6 +219,8 @@ def explain(roles: Sequence[Role], base_env: Mapping[str, str]) -> str:
     lines = []
     for role in roles:
         lines.append(f"{role.name}: {show_command(role)}")
+        if role.link is not None:
+            lines.append(f"  network: {role.link}")
         for name in sorted(role.env):
             if role.env[name] != base_env.get(name):
                 hidden = name == "ODSGD_KEY"
@@ -227,6 +234,8 @@ def _run(roles: Sequence[Role], timeout: float | None, sockets: Sequence[str]) -
 
     def show_table(pids: Mapping[str, int]) -> None:
         click.echo(f"{INTRODUCTION}\n{describe(roles, pids)}")
+        if roles[0].link is not None:
+            click.echo(f"Network of each role: {roles[0].link.limits}")
 
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -242,6 +251,8 @@ def _run(roles: Sequence[Role], timeout: float | None, sockets: Sequence[str]) -
         _report(result)
     except BrokenPipeError:
         return EXIT_BROKEN_PIPE
+    except LaunchError as error:
+        raise click.ClickException(str(error)) from error
     return result.exit_code
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from odsgd_kvstore.errors import LaunchError
+from odsgd_kvstore.launch.bandwidth import Link, choose_addresses, parse_rate
 
 LOCAL_ADDRESS = "127.0.0.1"
 KEY_VARIABLES = ("ODSGD_KEY", "ODSGD_KEY_FILE")
@@ -43,12 +44,16 @@ class Role:
         The whole environment. Not in the ``repr``: it holds the job's key.
     argv : tuple of str
         Program and arguments.
+    link : Link or None
+        Its own network of a given rate, see `local.on_links`; None: the
+        machine's.
     """
 
     kind: str
     rank: int
     env: Mapping[str, str] = field(repr=False)
     argv: tuple[str, ...]
+    link: Link | None = None
 
     @property
     def name(self) -> str:
@@ -71,6 +76,9 @@ class LocalJob:
     env, env_server, env_worker : mapping of str to str
         Variables for all roles; for servers and the scheduler; for workers. The
         last two win over the first.
+    bandwidth : str or None
+        Rate of each role's network in each direction, such as '200mbit'; None: no
+        limit.
 
     Raises
     ------
@@ -85,6 +93,7 @@ class LocalJob:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     env_server: Mapping[str, str] = field(default_factory=dict, repr=False)
     env_worker: Mapping[str, str] = field(default_factory=dict, repr=False)
+    bandwidth: str | None = None
 
     def __post_init__(self) -> None:
         _check_count("-n/--num-workers", self.num_workers)
@@ -99,6 +108,9 @@ class LocalJob:
                 "no command was given for the workers; put it after the options, "
                 "for example: odsgd-launch -n 2 python train.py"
             )
+        if self.bandwidth is not None:
+            parse_rate(self.bandwidth)
+            choose_addresses(self.num_roles)
 
     @property
     def num_roles(self) -> int:
@@ -212,51 +224,6 @@ def _argv(job: LocalJob, kind: str) -> tuple[str, ...]:
     if job.stock_servers:
         return (sys.executable, "-c", STOCK_SERVER)
     return (sys.executable, "-m", "odsgd_kvstore.server")
-
-
-# Runs in the child in place of `preexec_fn`, which is not safe beside threads. The
-# kernel ends the role with the launcher; the second look at the parent covers a
-# launcher that died before the request.
-_SHIM = """
-import ctypes, os, signal, sys
-parent, argv = int(sys.argv[1]), sys.argv[2:]
-ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-if os.getppid() != parent:
-    os._exit(1)
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-try:
-    os.execvp(argv[0], argv)
-except OSError as error:
-    sys.stderr.write(f"odsgd-launch: cannot start {argv[0]!r}: {error.strerror}\\n")
-    missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
-    sys.exit(127 if missing else 126)
-"""
-
-# Outlives a launcher that was ended by SIGKILL, and then ends what the kernel does
-# not: the children of the roles. Reads process groups until the launcher's end.
-_GUARD = """
-import os, signal, sys
-def attempt(function, *args):
-    try:
-        function(*args)
-    except OSError:
-        pass
-for group in sys.stdin.buffer.read().split():
-    attempt(os.killpg, int(group), signal.SIGKILL)
-for path in sys.argv[1:]:
-    attempt(os.unlink, path)
-"""
-
-
-def shim_argv(parent: int, argv: Sequence[str]) -> list[str]:
-    """What starts `argv` so that it does not outlive the process `parent`."""
-    return [sys.executable, "-I", "-S", "-c", _SHIM, str(parent), *argv]
-
-
-def guard_argv(sockets: Sequence[str]) -> list[str]:
-    """The process that cleans up after a launcher that was ended by SIGKILL."""
-    return [sys.executable, "-I", "-S", "-c", _GUARD, *sockets]
 
 
 def socket_path(port: int) -> str:

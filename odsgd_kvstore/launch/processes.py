@@ -15,62 +15,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from odsgd_kvstore.launch import Failure, JobResult
-from odsgd_kvstore.launch.commands import Role, guard_argv, shim_argv
+from odsgd_kvstore.launch.commands import Role
+from odsgd_kvstore.launch.network import Network
+from odsgd_kvstore.launch.output import LineSplitter, print_line
+from odsgd_kvstore.launch.shims import guard_argv, shim_argv
 
 LAST_LINES, LAST_LINE_CHARS = 30, 2000
-MAX_LINE_BYTES = 64 << 20
-REDRAW_S, DRAIN_S = 1.0, 0.5
+DRAIN_S = 0.5
 FOREVER = float("inf")
 EXIT_TIMEOUT, EXIT_BROKEN_PIPE = 124, 141
-
-
-def print_line(role: Role, text: str) -> None:
-    """Write ``[worker 1] text`` to the standard output."""
-    print(f"[{role.name}] {text}", flush=True)
-
-
-class LineSplitter:
-    """Cuts bytes into whole lines; of a line drawn over itself, keeps what is seen."""
-
-    def __init__(self) -> None:
-        self._rest = bytearray()
-        self._redrawn_at = -FOREVER
-
-    def feed(self, data: bytes, now: float) -> list[str]:
-        """Return the lines that `data` completes; `now` in seconds limits redraws."""
-        self._rest += data
-        if len(self._rest) > MAX_LINE_BYTES:  # Better in pieces than without memory.
-            self._rest += b"\n"
-        if self._rest.endswith(b"\n") or b"\n" in data:
-            *lines, self._rest = self._rest.split(b"\n")
-            return [self._visible(line) for line in lines]
-        # A progress bar may not end its line for hours: show it now and then. What
-        # follows the last '\r' is not complete, and a '\r' at the end may be '\r\n'.
-        cut = self._rest.rfind(b"\r", 0, -1) if b"\r" in data else -1
-        text = self._visible(self._rest[:cut]) if cut >= 0 else ""
-        del self._rest[: cut + 1]
-        if not text or now - self._redrawn_at < REDRAW_S:
-            return []
-        self._redrawn_at = now
-        return [text]
-
-    def close(self) -> list[str]:
-        """Return the last line if no newline ended it."""
-        return list(filter(None, [self._visible(self._rest)]))
-
-    @staticmethod
-    def _visible(line: bytearray) -> str:
-        """The text after the last '\\r' that anything follows."""
-        return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
 class _Process:
     """A started role; its process group is named by its pid."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, network: Network) -> None:
         self.role = role
+        entry, files = network.entry(role.link)
         self.popen = subprocess.Popen(
-            shim_argv(os.getpid(), role.argv),
+            [*entry, *shim_argv(os.getpid(), role.argv)],
+            pass_fds=files,
             env=dict(role.env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -135,6 +99,7 @@ class _Job:
     ) -> None:
         self.events, self.on_line = events, on_line
         self.grace_s, self.sockets = grace_s, sockets
+        self.network = Network(())
         self.processes: list[_Process] = []
         # How the job ends, once that is clear: exit code, message, first failure.
         self.ending: tuple[int, str, Failure | None] | None = None
@@ -151,7 +116,7 @@ class _Job:
     def start(self, role: Role) -> None:
         """Start a role; one that can't be started is a failure."""
         try:
-            process = _Process(role)
+            process = _Process(role, self.network)
         except (OSError, ValueError) as error:
             failure = Failure.of_start(role.name, role.argv, error)
             self.ending = failure.exit_code, str(failure), failure
@@ -290,6 +255,7 @@ class _Job:
                 os.unlink(path)
         self._guard.kill()
         self._guard.communicate()
+        self.network.close()
 
 
 def run_roles(
@@ -325,6 +291,11 @@ def run_roles(
         Sent at the timeout to the live roles of `dump_kinds`, a second before TERM.
     stop : odsgd_kvstore.launch.cli.StopSignals, optional
         Asks for the end; its own object for each call.
+
+    Raises
+    ------
+    LaunchError
+        The roles have links, and these could not be made; no role was started.
     """
     started = time.monotonic()
     deadline = FOREVER if timeout is None else started + timeout
@@ -332,6 +303,7 @@ def run_roles(
     job = _Job(events, on_line, grace_s, sockets)
     try:
         with job.lock:  # No line before the table of roles.
+            job.network = Network([role.link for role in roles if role.link])
             for role in roles:
                 if job.ending is None and not (stop and stop.requested):
                     job.start(role)

@@ -25,6 +25,7 @@ STAY = ("sleep", "1000")
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 RANKS = """
 import os
+import numpy; numpy.bool = bool  # MXNet needs it on Python 3.12
 import mxnet as mx
 store = mx.kv.create("dist_sync")
 store.init(3, mx.nd.zeros(2))

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from odsgd_kvstore.errors import LaunchError
 from odsgd_kvstore.launch import Failure, cli, commands, local
 from odsgd_kvstore.launch.commands import STOCK_SERVER, LocalJob, plan_local
-from odsgd_kvstore.launch.processes import LineSplitter
+from odsgd_kvstore.launch.output import LineSplitter
 
 ROOT = str(Path(commands.__file__).absolute().parents[2])
 KEY = "do-not-show"
@@ -233,7 +233,8 @@ def run(monkeypatch):
 def test_help_needs_no_mxnet(run):
     result = run("--help")
     assert result.exit_code == 0
-    for option in (*cli.NOT_SUPPORTED_YET.values(), "--dry-run", "--stock-servers"):
+    ready = ("--dry-run", "--stock-servers", "--emulate-bandwidth RATE")
+    for option in (*cli.NOT_SUPPORTED_YET.values(), *ready):
         assert option.split("/")[-1] in result.output
 
 
@@ -249,6 +250,15 @@ def test_dry_run_needs_no_mxnet_and_hides_the_key(run):
     assert "inherited-value" not in result.output
 
 
+def test_dry_run_shows_the_emulated_network(run):
+    result = run("-n", "2", "-s", "1", "--dry-run", "--emulate-bandwidth=1Gbit", "a")
+    lines = result.output.splitlines()
+    shown = [line.split(": ")[1] for line in lines if line.startswith("  network: ")]
+    limits = "1000 Mbit/s in each direction"
+    assert shown == [f"198.18.0.{254 - i}, {limits}" for i in range(4)]
+    assert "DMLC_LOCAL" not in result.output
+
+
 def test_double_dash_ends_the_options(run):
     result = run("-n", "1", "--dry-run", "--", "train", "--", "-x")
     assert "worker 0: train -- -x" in result.output.splitlines()
@@ -262,8 +272,7 @@ def test_start_without_mxnet_says_what_to_install(run):
 
 TO_COME = (
     "-H hosts, --hostfile hosts, --sync-dst-dir /d, --interface e0, --port-range 1-2, "
-    "--max-restarts 1, --log-dir d, --emulate-bandwidth 1gbit, --launcher ssh, "
-    "--launcher mpi, --launcher slurm, --launcher kubernetes"
+    "--max-restarts 1, --log-dir d, --launcher ssh, --launcher mpi, --launcher slurm, --launcher kubernetes"
 )
 
 
@@ -289,6 +298,8 @@ def test_an_option_to_come_is_refused_by_name(run, text):
         (["-n", "1", "--timeout", "0", "true"], "--timeout is 0"),
         (["-n", "1", "--timeout", "nan", "true"], "--timeout is nan"),
         (["-n", "1", "--env", "NOPE_NOPE", "true"], "NOPE_NOPE is not set"),
+        (["-n", "1", "--emulate-bandwidth", "9", "true"], "bandwidth is '9'; give"),
+        (["-n", "80", "--emulate-bandwidth", "1gbit", "true"], "for 155 roles"),
     ],
 )
 def test_a_bad_setting_is_named(run, args, words):
