@@ -336,7 +336,8 @@ class Block:
 
     def is_large(self, bigarray_bound: int) -> bool:
         """Whether compression is worth while; ps-lite must not have cut the array."""
-        return not self.is_pack and PACK_NUMBERS < self.size < bigarray_bound
+        is_large = self.members[0].record.size > PACK_NUMBERS  # not the slice alone
+        return not self.is_pack and is_large and self.size < bigarray_bound
 
     def global_of(self, member: Member) -> nd.NDArray:
         """W of one member: a view."""

@@ -1,9 +1,10 @@
 """How parameters are cut or packed for the wire: integers only.
 
-An array below MXNET_KVSTORE_BIGARRAY_BOUND lives whole on one server, so a large one is
-cut into slices that are pushed and pulled side by side, and spread so that every server
-carries the same. Arrays of a few numbers cost as much as large ones per key, so they
-travel together, in packs.
+An array below MXNET_KVSTORE_BIGARRAY_BOUND lives whole on one server, and its pull begins
+when its push has ended: alone on its link it would take twice the link's time. So a
+large one is cut into slices, of which one is pulled while another is pushed, and which
+are spread so that every server carries the same. Arrays of a few numbers cost as much as
+large ones per key, so they travel together, in packs.
 """
 
 from __future__ import annotations
@@ -12,8 +13,16 @@ from typing import Sequence
 
 PACK_NUMBERS = 4096  # arrays up to this size are packed, and never cut
 SLICE_NUMBERS = 256 * 1024  # of a slice, at most: 1 MiB
+LEAST_SLICE = 32 * 1024  # smaller ones cost more CPU time than they save on the link
+_PER_SERVER = 16  # slices that keep a link busy in both directions
 _UNEVEN = 1.08  # the busiest server's load over the mean, at most
 _ROUNDS = 64
+
+
+def slice_size(total: int, num_servers: int) -> int:
+    """Numbers of a slice, at most, for `total` numbers on so many servers."""
+    wanted = total // (_PER_SERVER * num_servers)
+    return max(LEAST_SLICE, min(SLICE_NUMBERS, wanted))
 
 
 def spread(

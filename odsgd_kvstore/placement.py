@@ -13,7 +13,7 @@ from mxnet import optimizer as opt
 
 from .buffers import Block, Member, Replicated
 from .keys import NativeKeys
-from .layout import PACK_NUMBERS, SLICE_NUMBERS, spread
+from .layout import PACK_NUMBERS, slice_size, spread
 from .optimizer_state import is_elementwise
 
 
@@ -27,7 +27,7 @@ class Placement:
 
     def __init__(self, keys: NativeKeys) -> None:
         self._keys = keys
-        self._largest = min(SLICE_NUMBERS, keys.bigarray_bound - 1)
+        self._bound = keys.bigarray_bound
         self._planned: dict[Any, list[tuple[int, int]]] = {}
         self._plans_known = False
 
@@ -49,7 +49,8 @@ class Placement:
         self._plan_all(optimizer)
         slices = self._planned.pop(record.index, None)
         if slices is None or sum(size for _, size in slices) != record.size:
-            slices = spread([record.size], self._keys.loads, self._largest)[0]
+            largest = self._slice_size(4 * record.size)  # one of several, probably
+            slices = spread([record.size], self._keys.loads, largest)[0]
         record.blocks, start = [], 0
         for server, size in slices:
             member = Member(record, start, start + size)
@@ -81,8 +82,11 @@ class Placement:
             and steps(record, optimizer)
         )
 
+    def _slice_size(self, total: int) -> int:
+        return min(slice_size(total, len(self._keys.loads)), self._bound - 1)
+
     def _may_cut(self, optimizer: Any) -> bool:
-        return is_elementwise(optimizer) and self._largest > 2 * PACK_NUMBERS
+        return is_elementwise(optimizer) and self._bound > 2 * PACK_NUMBERS
 
     def _plan_all(self, optimizer: opt.Optimizer) -> None:
         """Plan all that a Gluon Trainer will step at once: it tells one by one."""
@@ -95,9 +99,10 @@ class Placement:
             if param.grad_req != "null" and param.shape and min(param.shape) > 0
         }
         large = {i: size for i, size in sizes.items() if size > PACK_NUMBERS}
-        small = sum(sizes.values()) - sum(large.values())
+        total = sum(sizes.values())
+        small = total - sum(large.values())
         loads = list(self._keys.loads)
-        plan = spread([*large.values(), small], loads, self._largest)
+        plan = spread([*large.values(), small], loads, self._slice_size(total))
         self._planned = dict(zip(large, plan))
         for slices in self._planned.values():  # the packs have no place yet
             for server, size in slices:
@@ -106,7 +111,9 @@ class Placement:
     def _portions(self, records: Sequence[Replicated]) -> list[list[Replicated]]:
         """One pack, or several where one server would carry too much."""
         total = sum(record.size for record in records)
-        count = len(spread([max(total, 1)], list(self._keys.loads), self._largest)[0])
+        loads = list(self._keys.loads)
+        largest = self._slice_size(sum(loads) + total)
+        count = len(spread([total], loads, largest)[0])
         portions: list[list[Replicated]] = [[] for _ in range(count)]
         done = 0
         for record in records:

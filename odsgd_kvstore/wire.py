@@ -164,13 +164,14 @@ class Wire:
                 block.members[i].weight(0).copyto(value._slice(at, stop))
             if block.is_pack:
                 block.mark(members).copyto(value._slice(block.size, block.length))
-        if block.staging is not None and self.is_exact:
-            # What is pushed last is what later pulls wait for, see `_push_words`.
-            value.copyto(block.staging.array)
-            value = block.staging.array
+        if block.staging is not None:
+            # One array, or the next push might overtake this one; see `_push_words`.
+            value = value.copyto(self._pushed_whole(block))
         target = block.global_weight or Views(nd.empty_like(value))
         block.subtract_spare(members)
         self._connection.pushpull(block.native, value, [target.array])
+        if block.staging is None:
+            target.array.wait_to_read()
         block.subtract_spare(members)
         block.spread(target, members)
 
@@ -183,15 +184,22 @@ class Wire:
         return dict(self._stats)
 
     def _push_whole(self, block: Block, outs: list[nd.NDArray]) -> None:
-        value = block.staging.array
+        value = self._pushed_whole(block)
         if not self.is_exact:
-            if block.native not in self._halves:
-                half = nd.empty(value.shape, value.context, self.dtype)
-                self._halves[block.native] = half
-            value = value.copyto(self._halves[block.native])
+            block.staging.array.copyto(value)
         self._connection.pushpull(block.native, value, outs)
         size = block.length * (4 if self.is_exact else 2)
         self._count(size, size)
+
+    def _pushed_whole(self, block: Block) -> nd.NDArray:
+        """The array in which a block's whole pushes travel, the same each time."""
+        staging = block.staging.array
+        if self.is_exact:
+            return staging
+        if block.native not in self._halves:
+            half = nd.empty(staging.shape, staging.context, self.dtype)
+            self._halves[block.native] = half
+        return self._halves[block.native]
 
     def _push_words(self, block: Block, outs: list[nd.NDArray]) -> None:
         """Push codes under a key of their own, then pull the weights.
