@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Iterable
+from typing import Any, Iterable, Mapping
 
 import numpy as np
 from mxnet import gluon
 from mxnet import optimizer as opt
 
 from . import commands, local_update
-from .config import Config
+from .config import RULES_WITHOUT_PARAMETERS, Config
 from .errors import ConfigError, NotSupportedYet
+from .replicated import Replicated
+from .transport import Connection, check_equal
 
 _LARGEST_SIZE = 2**31 - 1
 _NORM_BASED = ("LARS", "LAMB", "LBSGD")
@@ -41,13 +43,10 @@ def check_optimizer(optimizer: opt.Optimizer, config: Config, num_servers: int) 
         )
     _check_kind(optimizer, num_servers)
     commands.encode_optimizer(optimizer)
-    local_update.create(
-        config.local_optimizer,
-        config.local_optimizer_params,
-        optimizer,
-        1.0,
-        config.compression != "fp16",
-    )
+    rule, params = config.local_optimizer, config.local_optimizer_params
+    local_update.create(rule, params, optimizer, 1.0, config.compression != "fp16")
+    if rule.lower() not in RULES_WITHOUT_PARAMETERS:
+        _check_kind(local_update.create_named(rule.lower(), params), 0)
 
 
 def check_type(name: Any, dtype: Any, stype: str) -> None:
@@ -151,6 +150,36 @@ def check_shapes(name: Any, shape: tuple[int, ...], arrays: Iterable[Any]) -> No
                 f"Parameter {name} came with an array of shape {array.shape}; it was "
                 f"broadcast with shape {shape}, and keeps it."
             )
+
+
+def check_same_everywhere(
+    connection: Connection, records: Mapping[str, Replicated]
+) -> None:
+    """Refuse new parameters, or their places, that are not the same on every rank.
+
+    Collective.
+
+    Parameters
+    ----------
+    connection : Connection
+    records : mapping
+        New parameters, placed, by their names in messages.
+
+    Raises
+    ------
+    MismatchError
+    """
+    rows = connection.exchange(
+        {
+            "op": "broadcast",
+            "parameters": [f"{n} {r.shape}" for n, r in records.items()],
+            "places": [f"{n} {r.block.keys()}" for n, r in records.items()],
+        }
+    )
+    remedy = "Build the same network, with the same shapes, on every rank."
+    check_equal(rows, "parameters", "parameters", remedy)
+    remedy = "Use the same optimizer, grad_req and MXNET_KVSTORE_BIGARRAY_BOUND on every rank."
+    check_equal(rows, "places", "keys for their parameters", remedy)
 
 
 def check_slice(

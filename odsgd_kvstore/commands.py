@@ -24,7 +24,7 @@ from mxnet import lr_scheduler as schedules
 from mxnet import optimizer as opt
 
 from .errors import ConfigError, JobError
-from .local_update import uncounted_copy
+from .optimizer_copy import uncounted_copy
 
 PROTOCOL = 1
 _HEAD = "codsgd_kvstore.server\napply\n(V"

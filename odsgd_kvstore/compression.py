@@ -53,35 +53,42 @@ class TwoBit:
         self._digits = digits(num_workers)
         powers = [self._base**digit for digit in range(self._digits)]
         self._powers = nd.array(powers)
+        self._ones = nd.ones(self._digits)
 
     def compress(
         self,
         gradient: nd.NDArray,
-        residual: nd.NDArray,
+        residuals: nd.NDArray,
         codes: nd.NDArray,
         words: nd.NDArray,
     ) -> None:
-        """Write q / t of gradient and residual as `words`; returns before it is done.
+        """Write q / t of gradient and residuals as `words`; returns before it is done.
 
         Parameters
         ----------
         gradient : NDArray, float32, (n,)
             Not changed.
-        residual : NDArray, float32, (n,)
-            r of the pushes before; becomes that of this one.
-        codes : NDArray, float32, (m * digits,)
-            Zeros at first; room to work in.
+        residuals, codes : NDArray, float32, (m * digits,)
+            Zeros at first, then what this leaves in them. The first n residuals are r
+            of the compressed pushes before.
         words : NDArray, float32, (m,), m = num_words(n)
+
+        Notes
+        -----
+        Where r is infinite or not a number, so is the word that carries it: the weights
+        show it, as they do without compression.
         """
-        nd.elemwise_add(residual, gradient, out=residual)
+        residual = residuals._slice(0, gradient.size)
         code = codes._slice(0, gradient.size)
+        nd.elemwise_add(residual, gradient, out=residual)
         below = residual <= -self._threshold
         nd._internal._greater_equal_scalar(residual, self._threshold, out=code)
         nd.elemwise_sub(code, below, out=code)
         nd._internal._mul_scalar(code, self._threshold, out=below)
         nd.elemwise_sub(residual, below, out=residual)
-        table = codes.reshape((self._digits, words.size))
-        nd.dot(self._powers.as_in_context(words.context), table, out=words)
+        shape = (self._digits, words.size)
+        nd.dot(self._powers, codes.reshape(shape), out=words)
+        words += nd.dot(self._ones, residuals.reshape(shape)) * 0.0
 
     def restore(self, words: nd.NDArray, gradient: nd.NDArray) -> None:
         """Write the sum over the workers of q into `gradient`.

@@ -61,7 +61,8 @@ class Config:
                 f"delay is {self.delay!r}; allowed are 0 (synchronous, the same as "
                 "dist_sync) and 1 (One-step Delay SGD)."
             )
-        _check_compression(self.compression_params or {})
+        if self.compression_params is not None:
+            _check_compression(self.compression_params)
         if self.compression == "fp16" and self.local_optimizer.lower() == "mirror":
             raise ConfigError(
                 "local_optimizer 'mirror' was given with compression 'fp16': mirror "
@@ -82,7 +83,7 @@ class Config:
     @property
     def full_every(self) -> int:
         """Of '2bit': of so many pushes one is whole; 0 for none."""
-        return (self.compression_params or {}).get("full_every", 0)
+        return int((self.compression_params or {}).get("full_every", 0))
 
     @classmethod
     def from_environment(
@@ -280,29 +281,29 @@ def _check_rule(rule: Any, params: Any) -> None:
 
 def _check_compression(params: Any) -> None:
     """Type, threshold and full_every are what compression takes."""
-    allowed = (
-        "allowed are {'type': 'fp16'} and {'type': '2bit', 'threshold': 0.5, "
-        "'full_every': 10}, where the last two may be left out."
-    )
+    allowed = "allowed are {'type': 'fp16'} and {'type': '2bit', 'threshold': 0.5, "
+    allowed += "'full_every': 10}, where the last two may be left out."
     known = {"fp16": {"type"}, "2bit": {"type", "threshold", "full_every"}}
     kind = params.get("type") if isinstance(params, Mapping) else None
-    if not isinstance(params, Mapping) or params and kind not in known:
+    is_known = params == {} or isinstance(kind, str) and kind in known
+    if not isinstance(params, Mapping) or not is_known:
         raise ConfigError(f"compression_params is {params!r}; {allowed}")
     unknown = sorted(map(str, params.keys() - known.get(kind, set())))
     if unknown:
         raise ConfigError(f"compression_params has {', '.join(unknown)}; {allowed}")
     threshold = params.get("threshold", 0.5)
-    number = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
-    if not number or not 0 < threshold < math.inf:
+    is_number = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
+    if not is_number or not 2.0**-126 <= threshold <= 2.0**127:
         raise ConfigError(
             f"compression_params has the threshold {threshold!r}; allowed is a number "
-            "above 0: every number that is sent stands for so much gradient."
+            "above 0 that float32 holds: what a number that is sent stands for."
         )
     every = params.get("full_every", 1)
-    if type(every) is not int or every < 1:
+    is_whole = isinstance(every, numbers.Integral) and not isinstance(every, bool)
+    if not is_whole or every < 1:
         raise ConfigError(
             f"compression_params has full_every {every!r}; allowed is a whole number "
-            "from 1 (every push whole), or leave it out."
+            "from 1 (all whole), or leave it out."
         )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Iterable
 
-from .buffers import Block, Replicated
+from .blocks import Block
 from .keys import UserKeys
+from .replicated import Replicated
 from .transport import Connection
 from .wire import Wire
 
@@ -59,13 +60,12 @@ class Assignment:
         records = self._agreed()
         given: dict[Block, list[int]] = {}
         for record in records:
-            for block, member in record.blocks:
-                given.setdefault(block, []).append(block.members.index(member))
+            given.setdefault(record.block, []).append(record.place)
         if given and self._connection.rank == 0:
-            keys = [block.native for block in given]
+            keys = [slice_.native for block in given for slice_ in block.slices]
             self._connection.command({"op": "assign", "keys": keys})
-        for block, members in given.items():
-            self._wire.assign(block, members)
+        for block, places in given.items():
+            self._wire.assign(block, places)
         for record in records:
             record.base, record.is_local = record.update, False
             for weight in record.weights:

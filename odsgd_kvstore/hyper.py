@@ -9,9 +9,9 @@ from typing import Any, Iterable, Mapping
 from mxnet import optimizer as opt
 
 from . import commands
-from .buffers import Block
+from .blocks import Block
 from .errors import ConfigError
-from .local_update import hyper_parameters
+from .optimizer_copy import hyper_parameters
 
 _HAND_CHANGES = 10
 _MUST_AGREE = ("lr", "wd", "momentum", "clip_gradient", "beta1", "beta2", "gamma1")
@@ -33,24 +33,21 @@ class HyperParameters:
     def __init__(self, optimizer: opt.Optimizer, store: int) -> None:
         self._optimizer, self._store = optimizer, store
         self._seen = hyper_parameters(optimizer)
-        self._num_attributes = len(vars(optimizer))
         self._had_momentum = bool(getattr(optimizer, "momentum", 0))
         self._servers_schedule = copy.deepcopy(optimizer.lr_scheduler)
-        self._told: dict[int, dict[str, Any]] = {}
+        self._told: dict[Block, list[list[float]]] = {}
         self._steps_changed = 0
 
     def changed(self) -> dict[str, Any]:
         """Attributes that differ from those that `changes` returned last, by name."""
         now = vars(self._optimizer)  # the hot path: the very same objects as then
-        if len(now) == self._num_attributes and all(
-            now.get(name) is value for name, value in self._seen.items()
-        ):
+        if all(now.get(name) is value for name, value in self._seen.items()):
             return {}
         return {
             name: value
             for name, value in hyper_parameters(self._optimizer).items()
-            if name not in self._seen
-            or self._seen[name] is not value
+            if name in self._seen  # a new one is the user's own, and means nothing
+            and self._seen[name] is not value
             and self._seen[name] != value
         }
 
@@ -86,8 +83,7 @@ class HyperParameters:
                 "and the servers keep no momentum for it. Start with the momentum you "
                 "need, or make a new store."
             )
-        self._seen = hyper_parameters(self._optimizer)
-        self._num_attributes = len(vars(self._optimizer))
+        self._seen = {name: vars(self._optimizer)[name] for name in self._seen}
         self._warn_if_changed_by_hand(bool(changed))
         return changed
 
@@ -136,18 +132,20 @@ class HyperParameters:
     def _new_keys(self, blocks: Iterable[Block]) -> dict[int, dict[str, Any]]:
         """What the servers must know of the native keys for which it is new.
 
-        [size, lr_mult, wd_mult] of each member, and the key of compressed pushes.
+        [size, lr_mult, wd_mult] of each parameter in it, and the key of compressed
+        pushes. The size counts in packs only: a slice is smaller.
         """
         new = {}
         for block in blocks:
             members = [
-                [m.size, *multipliers_of(self._optimizer, m.record.index)]
-                for m in block.members
+                [r.size, *multipliers_of(self._optimizer, r.index)]
+                for r in block.records
             ]
-            known = self._told.get(block.native)
-            if known is None or known["members"] != members:
-                new[block.native] = {"members": members, "words": block.words_key}
-        self._told.update(new)
+            if self._told.get(block) != members:
+                self._told[block] = members
+                for slice_ in block.slices:
+                    told = {"members": members, "words": slice_.words_key}
+                    new[slice_.native] = told
         return new
 
     def summary(self) -> dict[str, Any]:

@@ -9,14 +9,14 @@ import mxnet as mx
 from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
-from .buffers import Replicated
-from .checks import check_optimizer, check_shapes, check_size, check_slice, check_type
+from . import checks
 from .config import Config
 from .connection import connect
 from .errors import ConfigError, NotSupportedYet
 from .hyper import index_of
 from .keys import UserKey, grouped
 from .pipeline import Pipeline
+from .replicated import Replicated
 from .transport import check_equal
 
 
@@ -110,7 +110,9 @@ class ODSGDStore(mx.kvstore.KVStore):
         """
         job = self._connection
         num_servers = 0 if job.is_standalone else job.num_servers
-        check_optimizer(optimizer, self.config, num_servers)
+        checks.check_optimizer(optimizer, self.config, num_servers)
+        for record in self.pipeline.records:
+            self._check_slice(optimizer, record.key, record.size)
         self.pipeline.set_optimizer(optimizer)
         self._optimizer = optimizer
 
@@ -153,8 +155,9 @@ class ODSGDStore(mx.kvstore.KVStore):
         for user_key, values, _ in triples:
             self.pipeline.records.check_new(user_key)
             self._check_array(user_key, values[0])
-        self._check_same([(k, v[0].shape) for k, v, _ in triples])
         added = [(self._add(k, v[0], outs), v[0]) for k, v, outs in triples]
+        records = {self._name(record.key): record for record, _ in added}
+        checks.check_same_everywhere(self._connection, records)
         self.pipeline.wire.broadcast(added)
 
     def pushpull(
@@ -196,7 +199,7 @@ class ODSGDStore(mx.kvstore.KVStore):
         pipeline = self.pipeline
         for user_key, gradients, weights in grouped(key, value, out):
             record = pipeline.records[user_key]
-            check_shapes(user_key, record.shape, [*gradients, *weights])
+            checks.check_shapes(user_key, record.shape, [*gradients, *weights])
             if pipeline.starts_step(record):
                 pipeline.settle()
                 pipeline.begin_step()
@@ -224,7 +227,7 @@ class ODSGDStore(mx.kvstore.KVStore):
         self._connection.check()
         for user_key, outs, _ in grouped(key, out, None):
             record = self.pipeline.records[user_key]
-            check_shapes(user_key, record.shape, outs)
+            checks.check_shapes(user_key, record.shape, outs)
             self.pipeline.wire.read(record, outs)
 
     # What it does not do
@@ -259,9 +262,7 @@ class ODSGDStore(mx.kvstore.KVStore):
         ConfigError
             The parameters are not allowed, or the store has keys already.
         """
-        config = dataclasses.replace(
-            self.config, compression_params=dict(compression_params or {})
-        )
+        config = dataclasses.replace(self.config, compression_params=compression_params)
         if config == self.config or not compression_params:
             return
         if len(self.pipeline.records):
@@ -332,23 +333,14 @@ class ODSGDStore(mx.kvstore.KVStore):
     def _check_array(self, key: UserKey, value: nd.NDArray) -> None:
         """Refuse what the servers could not update rightly."""
         name = self._name(key)
-        check_type(name, value.dtype, value.stype)
-        check_size(name, value.shape, value.size)
-        job = self._connection
-        check_slice(
-            self._optimizer, name, value.size, job.bigarray_bound, job.num_servers
-        )
+        checks.check_type(name, value.dtype, value.stype)
+        checks.check_size(name, value.shape, value.size)
+        self._check_slice(self._optimizer, key, value.size)
 
-    def _check_same(self, keys: list[tuple[UserKey, tuple[int, ...]]]) -> None:
-        """Every rank makes the same keys, of the same shape, at the same time."""
-        shapes = [f"{self._name(key)} {shape}" for key, shape in keys]
-        rows = self._connection.exchange({"op": "broadcast", "parameters": shapes})
-        check_equal(
-            rows,
-            "parameters",
-            "parameters",
-            "Build the same network, with the same shapes, on every rank.",
-        )
+    def _check_slice(self, optimizer: Any, key: UserKey, size: int) -> None:
+        job = self._connection
+        name, bound = self._name(key), job.bigarray_bound
+        checks.check_slice(optimizer, name, size, bound, job.num_servers)
 
     def _name(self, key: UserKey) -> str:
         """The key, with its Gluon parameter's name if there is one."""

@@ -8,21 +8,21 @@ W(t+1) is still on its way (Xu et al., ACM TACO 17(4), 2020). Symbols: W(t) is
 
 from __future__ import annotations
 
-import copy
 import inspect
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any, Hashable, Mapping
 
-import numpy as np
 from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
+from . import optimizer_state
+from .config import RULES_WITHOUT_PARAMETERS
 from .errors import ConfigError, NotSupportedYet
+from .optimizer_copy import own_copy, uncounted_copy
 from .optimizer_state import FlatState, Run, apply_optimizer
+from .views import copy_to
 
 _MULTIPLIERS = ("lr_mult", "wd_mult", "idx2name")
-_COUNTERS = ("num_update", "begin_num_update", "rescale_grad")
-_PLAIN = (int, float, str, type(None), np.generic)
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Part:
     ----------
     index : int or str
         Of a parameter in the optimizer, for the multipliers.
-    key : int
-        The native key that they belong to.
+    key : hashable
+        What the rule keeps their state under.
     run : Run
-        Where they are in it.
+        Where they are in the array that `key` stands for.
     count : int
         Updates of them so far.
     whole : NDArray
-        All weights W of the key, as they were at the first step.
+        All W of that array; read once, when the rule makes its state.
     """
 
     index: Any
-    key: int
+    key: Hashable
     run: Run
     count: int
     whole: nd.NDArray
@@ -73,7 +73,7 @@ class LocalUpdate:
     def follow(self, changes: Mapping[str, Any], step: int) -> None:
         """Take the global optimizer's changed hyper-parameters, from `step` on."""
         for name, value in changes.items():
-            setattr(self._optimizer, name, _own(value))
+            setattr(self._optimizer, name, own_copy(value))
         self._optimizer.num_update = step
         for name in _MULTIPLIERS:  # set_lr_mult makes a new dict
             setattr(self._optimizer, name, getattr(self._original, name))
@@ -101,7 +101,7 @@ class LocalUpdate:
         ----------
         part : Part
             Which numbers; the arrays hold those alone.
-        local_weight : NDArray, float32, 1-D
+        local_weight : NDArray, float32
             Receives L(i,t+1).
         global_weight : NDArray, float32 or as it was pulled, same shape
             W(t); not changed.
@@ -111,7 +111,7 @@ class LocalUpdate:
         gradient : NDArray, float32, same shape
             g(i,t) before rescaling; not changed.
         """
-        global_weight.copyto(local_weight)
+        copy_to(global_weight, local_weight)
 
 
 class MirrorSGD(LocalUpdate):
@@ -159,14 +159,14 @@ class Replica(LocalUpdate):
 
     def __init__(self, optimizer: opt.Optimizer, rescale: float) -> None:
         super().__init__(optimizer, rescale)
-        self._states: dict[int, FlatState] = {}
+        self._states: dict[Hashable, FlatState] = {}
         self._spares_gradient = _spares_gradient(type(self._optimizer))
 
     def observe(self, part, scratch, global_weight, gradient) -> None:
         self.update(part, scratch, global_weight, None, gradient)
 
     def update(self, part, local_weight, global_weight, previous, gradient) -> None:
-        global_weight.copyto(local_weight)
+        copy_to(global_weight, local_weight)
         if part.key not in self._states:
             whole = part.whole.astype("float32", copy=False)
             self._states[part.key] = FlatState(self._optimizer, part.index, whole)
@@ -213,7 +213,7 @@ class NamedOptimizer(Replica):
 
     def follow(self, changes: Mapping[str, Any], step: int) -> None:
         for name, value in changes.items():
-            setattr(self._global, name, _own(value))
+            setattr(self._global, name, own_copy(value))
         self._global.num_update = self._optimizer.num_update = step
         for name in _MULTIPLIERS:
             setattr(self._optimizer, name, getattr(self._original, name))
@@ -281,6 +281,13 @@ def create(
     return NamedOptimizer(optimizer, rescale, chosen, params)
 
 
+def is_elementwise(rule: str, params: Mapping[str, Any]) -> bool:
+    """Whether the rule treats every number alike, if the global optimizer does."""
+    if rule.lower() in RULES_WITHOUT_PARAMETERS:
+        return True
+    return optimizer_state.is_elementwise(create_named(rule.lower(), params))
+
+
 def create_named(name: str, params: Mapping[str, Any]) -> opt.Optimizer:
     """A registered optimizer by name, with momentum 0 unless it is given."""
     if name == "dcsgd":
@@ -307,36 +314,3 @@ def create_named(name: str, params: Mapping[str, Any]) -> opt.Optimizer:
 def _spares_gradient(kind: type) -> bool:
     """Whether an optimizer leaves the gradient as it is; of users' ones who knows."""
     return kind.__module__.split(".")[0] == "mxnet" and kind is not opt.AdaDelta
-
-
-def uncounted_copy(optimizer: opt.Optimizer) -> opt.Optimizer:
-    """A copy with counters of its own; parameters (`param_dict`) stay shared."""
-    twin = copy.copy(optimizer)  # __getstate__ leaves param_dict out
-    for name, value in vars(optimizer).items():
-        if type(value) in (dict, list):
-            setattr(twin, name, copy.copy(value))
-    twin.param_dict = optimizer.param_dict
-    twin.lr_scheduler = _own(optimizer.lr_scheduler)
-    twin.num_update = optimizer.begin_num_update
-    twin._all_index_update_counts = {0: {}}
-    twin._index_update_count = twin._all_index_update_counts[0]
-    return twin
-
-
-def _own(value: Any) -> Any:
-    """A learning-rate schedule changes itself: a copy of one. Else the value."""
-    return value if isinstance(value, _PLAIN) else copy.deepcopy(value)
-
-
-def hyper_parameters(optimizer: opt.Optimizer) -> dict[str, Any]:
-    """What may change between steps: plain attributes and the schedule.
-
-    Counters and `rescale_grad` are left out: a worker scales its own gradient.
-    """
-    values = {
-        name: value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, _PLAIN) and name not in _COUNTERS
-    }
-    values["lr_scheduler"] = optimizer.lr_scheduler
-    return values

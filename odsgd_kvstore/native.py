@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from typing import Any, Iterator, Mapping, Sequence
 
 import mxnet as mx
@@ -134,7 +135,7 @@ class Native(Connection):
             native.free()
 
     def _gather(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        mine = json.dumps(row).encode()
+        mine = zlib.compress(json.dumps(row).encode())
         texts, longest, start = [b""] * self.num_workers, 1, 0
         while start < longest:
             part = mine[start : start + _ROW - 1]
@@ -144,7 +145,7 @@ class Native(Connection):
                 size = min(max(int(part[0]) - start, 0), _ROW - 1)
                 texts[rank] += part[1 : 1 + size].astype(np.uint8).tobytes()
             start += _ROW - 1
-        return [json.loads(text) for text in texts]
+        return [json.loads(zlib.decompress(text)) for text in texts]
 
     def _gather_part(self, length: int, part: bytes, what: str) -> np.ndarray:
         """One round trip: per rank the length of its text, and a part of it."""

@@ -16,9 +16,9 @@ from mxnet import ndarray as nd
 from mxnet.base import _LIB, check_call
 from mxnet.module import Module
 
-from .buffers import Replicated
 from .keys import UserKeys
 from .kvstore import ODSGDStore
+from .replicated import Replicated
 
 
 class AssignedParameters:
@@ -94,6 +94,8 @@ def marks_assigned(method: Callable[..., None]) -> Callable[..., None]:
     def marking(self: Module, *args: Any, **kwargs: Any) -> None:
         store = getattr(self, "_kvstore", None)
         records = list(store.pipeline.records) if isinstance(store, ODSGDStore) else []
+        if records:
+            store.pipeline.check("Weights were assigned")
         given = signature.bind(self, *args, **kwargs).arguments.get("arg_params")
         is_own = given is not None and given is getattr(self, "_arg_params", None)
         before = [record.weights[0].asnumpy() for record in records]

@@ -11,10 +11,11 @@ from typing import Any, Iterable
 import mxnet as mx
 from mxnet import optimizer as opt
 
-from .buffers import Block, Replicated
+from .blocks import Block
 from .hyper import HyperParameters
 from .keys import UserKeys
 from .placement import Placement
+from .replicated import Replicated, wait_for_pulls
 from .transport import Connection, check_equal
 from .wire import Wire
 
@@ -60,6 +61,7 @@ class Orders:
         self.rescale = 1.0
         self.packs: list[Block] = []
         self._num_placed = 0  # parameters that have their blocks
+        self._blocks: dict[Block, None] = {}  # all of them, in order
 
     def begin(self, optimizer: opt.Optimizer, threshold: float) -> None:
         """The first step: compare the ranks, give the servers the optimizer.
@@ -77,12 +79,11 @@ class Orders:
         self._hyper = HyperParameters(optimizer, self._number)
         self.rescale = self._agree_on_start(optimizer)
         self._place_packs()
-        self._wire.add_words(self._blocks())
         self.step = optimizer.begin_num_update + 1
         if self._connection.rank == 0:
             message = self._hyper.begin(
                 self.step,
-                self._blocks(),
+                self._blocks,
                 rescale=self.rescale,
                 num_workers=self._connection.num_workers,
                 threshold=threshold,
@@ -102,9 +103,8 @@ class Orders:
         changes = self._hyper.changes(self.step + 1)
         self.step += 1
         self._place_packs()
-        self._wire.add_words(self._blocks())
         offsets = {}
-        for block in dict.fromkeys(b for r in coming for b, _ in r.blocks):
+        for block in {record.block for record in coming}:
             offsets.update(self._new_offset(block))
         self._tell(changes, offsets)
         return changes
@@ -140,24 +140,27 @@ class Orders:
         return rows[0]["rescale_grad"]
 
     def _place_packs(self) -> None:
-        """Put parameters that are new, and small, together; collective if any are."""
+        """Put new parameters that are small together; collective if any are new."""
         new = list(self._records)[self._num_placed :]
+        if not new:
+            return
         self._num_placed = len(self._records)
         packs = self._placement.pack(new, self._optimizer)
-        if not packs:
-            return
         rows = self._connection.exchange(
             {
                 "op": f"pack parameters of store {self._number}",
-                "packs": [repr([m.record.key for m in p.members]) for p in packs],
+                "packs": [repr([r.key for r in pack.records]) for pack in packs],
             }
         )
         check_equal(
             rows, "packs", "trained parameters", "Set grad_req alike on every rank."
         )
-        values = [p.first_weights(mx.cpu(), self._wire.dtype) for p in packs]
-        self._wire.init(packs, values)
-        self.packs += packs
+        self._blocks = dict.fromkeys(record.block for record in self._records)
+        self._wire.add_words(self._blocks)
+        if packs:
+            values = [p.first_weights(mx.cpu(), self._wire.dtype) for p in packs]
+            self._wire.init(packs, values)
+            self.packs += packs
 
     def _new_offset(self, block: Block) -> dict[int, list[int]]:
         """By how many steps a block came later, or paused; empty if that is known."""
@@ -165,7 +168,7 @@ class Orders:
         if offset == block.offset:
             return {}
         block.offset = offset
-        return {block.native: [block.update + 1, offset]}
+        return {s.native: [block.update + 1, offset] for s in block.slices}
 
     def _tell(self, changes: dict[str, Any], offsets: dict[int, list[int]]) -> None:
         """Rank 0: send the servers what is new, to hold from this step on.
@@ -175,18 +178,7 @@ class Orders:
         """
         if self._connection.rank != 0:
             return
-        message = self._hyper.change(self.step, self._blocks(), changes, offsets)
+        message = self._hyper.change(self.step, self._blocks, changes, offsets)
         if message:
             wait_for_pulls(self._records)
             self._connection.command(message)
-
-    def _blocks(self) -> list[Block]:
-        """All blocks, in order of their parameters."""
-        return list(dict.fromkeys(b for r in self._records for b, _ in r.blocks))
-
-
-def wait_for_pulls(records: Iterable[Replicated]) -> None:
-    """Until W of every step that this rank has made is here."""
-    for record in records:
-        if record.is_stepped:
-            record.wait()

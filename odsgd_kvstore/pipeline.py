@@ -1,7 +1,7 @@
 """The steps of one store on this worker, in the algorithm's words.
 
 Who holds what: `buffers.py`. When a step is warm-up: `schedule.py`. How L is made:
-`local_update.py`. What travels: `transport.py`. Here they meet; no arithmetic.
+`local_update.py`. What travels: `wire.py`. Here they meet; no arithmetic.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
 from . import local_update
-from .buffers import Block, Replicated
+from .blocks import Block
 from .config import Config
 from .errors import ConfigError, JobError
 from .give_assigned import Assignment
 from .hyper import multipliers_of
 from .keys import UserKeys
 from .optimizer_state import Run, runs
-from .orders import Orders, wait_for_pulls
-from .placement import Placement, steps
+from .orders import Orders
+from .placement import Placement, is_trained
+from .replicated import Replicated, wait_for_pulls
 from .schedule import Schedule
 from .transport import Connection
 from .wire import Wire
@@ -59,7 +60,8 @@ class Pipeline:
         self, config: Config, connection: Connection, number: int, sum_on_device: bool
     ) -> None:
         self.records: UserKeys[Replicated] = UserKeys()
-        self.placement = Placement(connection.keys)
+        rule = config.local_optimizer, config.local_optimizer_params
+        self.placement = Placement(connection.keys, local_update.is_elementwise(*rule))
         self._config, self._connection = config, connection
         self._number, self._sum_on_device = number, sum_on_device
         self._schedule = Schedule(config.warmup_steps, config.delay, config.full_every)
@@ -90,9 +92,12 @@ class Pipeline:
 
         It does when it is the parameter's second in this step, when a parameter that
         paused comes before the one that was pushed last (MXNet pushes in the order of
-        creation), or when the optimizer was changed.
+        creation), or when the optimizer was changed, or when a pack did not wait for
+        it: packs know who comes in a step.
         """
         if self._rule is None or record.step == self._orders.step:
+            return True
+        if record.block.is_pack and record not in record.block.waits_for:
             return True
         paused = 0 <= record.step < self._orders.step - 1
         return paused and record.order < self._newest or self._orders.is_changed()
@@ -142,30 +147,33 @@ class Pipeline:
         record: Replicated,
         gradients: Sequence[nd.NDArray],
         weights: Sequence[nd.NDArray],
-    ) -> Iterator[Block]:
+    ) -> list[Block]:
         """g(i,t): this worker's gradient, summed over its devices, in staging.
 
-        Yields the blocks whose gradients are all here: the parameter itself, its
-        slices one by one, or the pack that it completes. The native store overwrites
-        the array that is pushed, so gradients are copied. They are scaled by this
-        rank's rescale_grad over the servers': 1 in every ordinary step.
+        The native store overwrites the array that is pushed, so gradients are copied.
+        They are scaled by this rank's rescale_grad over the servers': 1 in every
+        ordinary step.
+
+        Returns
+        -------
+        list of Block
+            Whose gradients are all here: the parameter's own, or the pack that it
+            completes; empty while others of its pack are still to come.
         """
         record.take(gradients, weights)
         record.step, self._newest = self._orders.step, record.order
-        for block, _ in record.blocks:
-            if not block.come(record):
-                continue
-            if block.staging is None:
-                context = weights[0].context
-                several = len(weights) > 1 and not self._sum_on_device
-                if several or self.wire.is_compressed:
-                    context = mx.cpu()
-                previous = self._rule.keeps_previous
-                block.allocate(
-                    context, self._config.delay > 0, previous, self.wire.dtype
-                )
-            block.stage(self._optimizer.rescale_grad / self._orders.rescale)
-            yield block
+        block = record.block
+        if not block.come(record):
+            return []
+        if block.update == 0:
+            context = weights[0].context
+            several = len(weights) > 1 and not self._sum_on_device
+            if several or self.wire.is_compressed:
+                context = mx.cpu()
+            delayed, previous = self._config.delay > 0, self._rule.keeps_previous
+            block.allocate(context, delayed, previous, self.wire.dtype)
+        block.stage(self._optimizer.rescale_grad / self._orders.rescale)
+        return [block]
 
     def local_update(self, block: Block) -> None:
         """L(i,t+1) = Local(W(t), g(i,t)), at once; returns before it is done.
@@ -174,20 +182,21 @@ class Pipeline:
         """
         if self._config.delay == 0:
             return
-        local, local_members = block.make_local(), []
+        local, places = block.make_local(), []
         for run in self._runs(block):
             part = self._part(block, run)
-            span = (run.start, run.stop)
-            arrays = (local.view(*span), block.global_weight.view(*span))
-            gradient = block.staging.view(*span)
+            new, old = block.cut(local, run), block.cut(block.global_weight, run)
+            gradient = block.gradient
+            if block.is_pack:
+                gradient = gradient._slice(run.start, run.stop)
             if self._schedule.is_warmup(part.count):
-                self._rule.observe(part, *arrays, gradient)
+                self._rule.observe(part, new, old, gradient)
                 continue
-            previous = None if block.spare is None else block.spare.view(*span)
-            self._rule.update(part, *arrays, previous, gradient)
-            local_members += run.members
-        if local_members:
-            block.spread(local, local_members)
+            previous = None if block.spare is None else block.cut(block.spare, run)
+            self._rule.update(part, new, old, previous, gradient)
+            places += run.members
+        if places:
+            block.copy_out(local, places)
 
     def global_update(self, block: Block) -> None:
         """W(t+1) = Opt(W(t), sum_i g(i,t)): push the gradient, pull W(t+1).
@@ -196,16 +205,11 @@ class Pipeline:
         next forward pass waits for it; later the next step's local update does.
         """
         self._orders.note_pause(block)
-        stepped = [block.members[i] for i in block.present]
-        warm = [
-            i
-            for i, member in zip(block.present, stepped)
-            if self._schedule.is_warmup(member.record.update)
-        ]
+        stepped = [block.records[place] for place in block.present]
+        warm = [r.place for r in stepped if self._schedule.is_warmup(r.update)]
         self.wire.pushpull(block, warm)
-        for record, last in ((m.record, m.record.blocks[-1][0]) for m in stepped):
-            if last is block:
-                self._advance(record)
+        for record in stepped:
+            self._advance(record)
 
     def _advance(self, record: Replicated) -> None:
         """Count an update of a parameter, all of whose numbers are on their way."""
@@ -218,17 +222,17 @@ class Pipeline:
         """The numbers of a block that are updated at once, side by side."""
         if not block.is_pack:
             return [Run(0, block.size, (0,))]
-        alike: list[Any] = [None] * len(block.members)
-        for i in block.present:
-            record = block.members[i].record
+        alike: list[Any] = [None] * len(block.records)
+        for place in block.present:
+            record = block.records[place]
             multipliers = multipliers_of(self._optimizer, record.index)
-            alike[i] = (record.update, *multipliers)
-        return runs([member.size for member in block.members], alike)
+            alike[place] = (record.update, *multipliers)
+        return runs([record.size for record in block.records], alike)
 
     def _part(self, block: Block, run: Run) -> local_update.Part:
-        record = block.members[run.members[0]].record
-        whole = block.global_weight.view(0, block.size)
-        return local_update.Part(record.index, block.native, run, record.update, whole)
+        record = block.records[run.members[0]]
+        whole = block.cut(block.global_weight, Run(0, block.size, ()))
+        return local_update.Part(record.index, block, run, record.update, whole)
 
     def settle(self) -> None:
         """L = W for every parameter that was not stepped in this step."""
@@ -283,14 +287,12 @@ class Pipeline:
         ]
 
     def _known_to_come(self) -> Iterator[Replicated]:
-        return (r for r in self.records if steps(r, self._optimizer))
+        return (r for r in self.records if is_trained(r, self._optimizer))
 
     def _check_packs(self) -> None:
         """Raise if a parameter of a pack did not come in the last step."""
         for block in self._orders.packs:
-            came = [
-                m.record for m in block.members if m.record.step == self._orders.step
-            ]
+            came = [r for r in block.records if r.step == self._orders.step]
             if block.waits_for and came:
                 missing = sorted(str(record.key) for record in block.waits_for)
                 raise JobError(
@@ -322,6 +324,7 @@ class Pipeline:
             self.wire.is_exact,
         )
         self._rule.follow({}, self._orders.step)
+        self.wire.warn_if_useless(self.records)
         self._log_start()
 
     def _log_start(self) -> None:

@@ -11,10 +11,11 @@ from typing import Any, Iterable, Sequence
 import numpy as np
 from mxnet import optimizer as opt
 
-from .buffers import Block, Member, Replicated
+from .blocks import Block
 from .keys import NativeKeys
 from .layout import PACK_NUMBERS, slice_size, spread
 from .optimizer_state import is_elementwise
+from .replicated import Replicated
 
 
 class Placement:
@@ -23,40 +24,41 @@ class Placement:
     Parameters
     ----------
     keys : NativeKeys
+    local_is_elementwise : bool
+        Whether the local update, too, treats every number alike.
     """
 
-    def __init__(self, keys: NativeKeys) -> None:
+    def __init__(self, keys: NativeKeys, local_is_elementwise: bool) -> None:
         self._keys = keys
+        self._local_is_elementwise = local_is_elementwise
         self._bound = keys.bigarray_bound
         self._planned: dict[Any, list[tuple[int, int]]] = {}
         self._plans_known = False
 
     def place(self, record: Replicated, optimizer: opt.Optimizer | None) -> None:
-        """Give a new parameter its blocks.
+        """Give a new parameter its block.
 
         A small parameter that a Gluon Trainer will step gets a key for the broadcast
         only: `pack` gives it its block before the first step.
         """
         if not self._may_cut(optimizer) or record.size <= PACK_NUMBERS:
-            packs = self.may_pack(record, optimizer)
+            packs = self._may_pack(record, optimizer)
             server = self._keys.lightest()
             native = (
                 self._keys.on_server(server) if packs else self._keys.place(record.size)
             )
-            block = Block(native, [Member(record, 0, record.size)])
-            record.blocks = [(block, block.members[0])]
+            Block([record], [(native, record.size)])
             return
         self._plan_all(optimizer)
         slices = self._planned.pop(record.index, None)
         if slices is None or sum(size for _, size in slices) != record.size:
             largest = self._slice_size(4 * record.size)  # one of several, probably
-            slices = spread([record.size], self._keys.loads, largest)[0]
-        record.blocks, start = [], 0
-        for server, size in slices:
-            member = Member(record, start, start + size)
-            block = Block(self._keys.on_server(server), [member])
-            record.blocks.append((block, member))
-            start += size
+            loads = self._keys.loads
+            if is_frozen(record, optimizer):  # nothing of it is pushed
+                loads = list(loads)
+            slices = spread([record.size], loads, largest)[0]
+        on_server = self._keys.on_server
+        Block([record], [(on_server(server), size) for server, size in slices])
 
     def pack(self, records: Iterable[Replicated], optimizer: Any) -> list[Block]:
         """Put small parameters of a Gluon Trainer together; returns the packs.
@@ -65,7 +67,7 @@ class Placement:
         """
         groups: dict[Any, list[Replicated]] = {}
         for record in records:
-            if self.may_pack(record, optimizer):
+            if self._may_pack(record, optimizer):
                 contexts = tuple(str(weight.context) for weight in record.weights)
                 groups.setdefault(contexts, []).append(record)
         packs = []
@@ -74,19 +76,20 @@ class Placement:
                 packs.append(self._pack(members))
         return packs
 
-    def may_pack(self, record: Replicated, optimizer: Any) -> bool:
+    def _may_pack(self, record: Replicated, optimizer: Any) -> bool:
         """Whether it is small, and known beforehand whether it comes in a step."""
         return (
             self._may_cut(optimizer)
             and record.size <= PACK_NUMBERS
-            and steps(record, optimizer)
+            and is_trained(record, optimizer)
         )
 
     def _slice_size(self, total: int) -> int:
         return min(slice_size(total, len(self._keys.loads)), self._bound - 1)
 
     def _may_cut(self, optimizer: Any) -> bool:
-        return is_elementwise(optimizer) and self._bound > 2 * PACK_NUMBERS
+        both = is_elementwise(optimizer) and self._local_is_elementwise
+        return both and self._bound > 2 * PACK_NUMBERS
 
     def _plan_all(self, optimizer: opt.Optimizer) -> None:
         """Plan all that a Gluon Trainer will step at once: it tells one by one."""
@@ -114,25 +117,34 @@ class Placement:
         loads = list(self._keys.loads)
         largest = self._slice_size(sum(loads) + total)
         count = len(spread([total], loads, largest)[0])
-        portions: list[list[Replicated]] = [[] for _ in range(count)]
-        done = 0
+        portions: list[list[Replicated]] = [[]]
+        newest = done = length = 0
         for record in records:
-            portions[min(count * done // total, count - 1)].append(record)
+            number = count * done // total
+            is_full = length + record.size + 1 >= self._bound  # with the marks
+            if number > newest or is_full:
+                portions.append([])
+                newest, length = number, 0
+            portions[-1].append(record)
             done += record.size
+            length += record.size + 1
         return [portion for portion in portions if len(portion) > 1]
 
     def _pack(self, records: Sequence[Replicated]) -> Block:
-        members = [Member(record, 0, record.size) for record in records]
-        size = sum(member.size for member in members)
+        size = sum(record.size for record in records)
         server = self._keys.lightest()
         self._keys.loads[server] += size
-        pack = Block(self._keys.on_server(server), members)
-        for record, member in zip(records, members):
-            record.blocks = [(pack, member)]
-        return pack
+        marks = len(records)  # see `Block.length`
+        return Block(records, [(self._keys.on_server(server), size + marks)])
 
 
-def steps(record: Replicated, optimizer: Any) -> bool:
+def is_trained(record: Replicated, optimizer: Any) -> bool:
     """Whether a Gluon Trainer would push this parameter in a step."""
     param = getattr(optimizer, "param_dict", {}).get(record.index)
     return param is not None and param.grad_req != "null"
+
+
+def is_frozen(record: Replicated, optimizer: Any) -> bool:
+    """Whether a Gluon Trainer would not push this parameter."""
+    known = record.index in getattr(optimizer, "param_dict", {})
+    return known and not is_trained(record, optimizer)

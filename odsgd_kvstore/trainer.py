@@ -11,7 +11,6 @@ from mxnet import gluon
 from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
-from .buffers import Replicated
 from .checks import check_optimizer, check_parameter, check_update_on_kvstore
 from .config import Cluster, Config
 from .errors import ConfigError, NotSupportedYet
@@ -19,6 +18,7 @@ from .evaluation import end_earlier_trainers, global_weights, synchronize
 from .kvstore import ODSGDStore
 from .notice_assigned import AssignedParameters
 from .pipeline import Pipeline
+from .replicated import Replicated
 
 _DIFFERENT_START = (
     "Rank %d's first weights differ from rank 0's, which all ranks have from now on; this "
@@ -29,6 +29,11 @@ _STALE = (
     "Rank {}: the gradient of parameter {} was not updated by backward since the last "
     "step. If this iteration is meant to use only some parameters, the same ones on "
     "every rank, call step with ignore_stale_grad=True."
+)
+_LATE = "Not trained so far, as no forward pass has reached them: %s."
+_NO_STATES = (
+    "Trainer.{} is not supported yet with dist_odsgd: the optimizer's state is on the "
+    "servers. Save weights inside trainer.global_weights()."
 )
 _STORE_NAMES = ("dist_odsgd", "dist_device_odsgd")
 
@@ -55,8 +60,8 @@ class Trainer(gluon.Trainer):
         'dist_odsgd' (gradients of several devices are summed on the CPU),
         'dist_device_odsgd' (on the first device), or a store.
     local_optimizer : str, optional
-        Local update rule; default 'auto': `mirror` for SGD, else `replica`. 'none'
-        and any registered optimizer's name are the paper's and its ablation.
+        Local update rule; default 'auto': `mirror` for SGD, else `replica`. An
+        optimizer's name is the paper's recipe, 'none' its ablation.
     local_optimizer_params : dict, optional
         Parameters of a rule that is an optimizer's name.
     warmup_steps : int, optional
@@ -70,10 +75,7 @@ class Trainer(gluon.Trainer):
 
     Raises
     ------
-    ConfigError
-        An argument is not allowed.
-    NotSupportedYet
-        An argument asks for what is not built.
+    ConfigError, NotSupportedYet
 
     Notes
     -----
@@ -159,24 +161,18 @@ class Trainer(gluon.Trainer):
         stepped = self._gradients(ignore_stale_grad)
         pipeline.begin_step([record for record, _, _ in stepped])
         for record, gradients, weights in stepped:
+            _mark_used(weights)
             for block in pipeline.stage(record, gradients, weights):
                 pipeline.local_update(block)
                 pipeline.global_update(block)
         pipeline.settle()
 
     def synchronize(self) -> None:
-        """Make the parameters the global weights, equal on every rank.
-
-        Waits for this rank's pending pulls; not collective. Training goes on from
-        there, with a gradient that is not stale.
-        """
+        """Make the parameters the global weights: see `odsgd_kvstore.synchronize`."""
         synchronize(self)
 
     def global_weights(self) -> Any:
-        """A context for evaluation and saving: parameters hold the global weights.
-
-        The local weights are put back at its end. Waits for this rank's pending pulls;
-        not collective.
+        """A context for evaluation and saving: see `odsgd_kvstore.global_weights`.
 
         Examples
         --------
@@ -258,7 +254,7 @@ class Trainer(gluon.Trainer):
     def _init_kvstore(self) -> None:
         kvstore = self._kvstore_params["kvstore"]
         if not isinstance(kvstore, ODSGDStore):
-            kvstore = ODSGDStore(self._config, "device" in kvstore)
+            kvstore = ODSGDStore(self._config, "device" in kvstore.lower())
         kvstore.set_optimizer(self._optimizer)
         kvstore.pipeline.find_assigned = self._find_assigned
         self._kvstore = kvstore
@@ -272,19 +268,18 @@ class Trainer(gluon.Trainer):
             return
         nd.waitall()  # of the first backward pass, which may still write statistics
         arrays = [param.list_data() for param in ready]
-        own = [weights[0].copy() for weights in arrays]
+        own, rank = [weights[0] for weights in arrays], self._kvstore.rank
+        if rank != 0:  # to compare
+            own = [weight.copy() for weight in own]
         self._kvstore.broadcast([self._param2idx[p.name] for p in ready], own, arrays)
         rounded = self._kvstore.pipeline.wire.rounded
-        if any(
+        if rank != 0 and any(
             param._differentiable and (rounded(mine) != data[0].asnumpy()).any()
             for param, mine, data in zip(ready, own, arrays)
         ):
-            _logger.warning(_DIFFERENT_START, self._kvstore.rank)
+            _logger.warning(_DIFFERENT_START, rank)
         if late:
-            _logger.warning(
-                "Not trained so far, as no forward pass has reached them: %s.",
-                ", ".join(param.name for param in late),
-            )
+            _logger.warning(_LATE, ", ".join(param.name for param in late))
         self._params_to_init = late
 
     def _gradients(
@@ -302,9 +297,6 @@ class Trainer(gluon.Trainer):
                 stepped.append((records[key], param.list_grad(), weights))
             elif not ignore_stale_grad:
                 raise UserWarning(_STALE.format(self._kvstore.rank, param.name))
-        for _, _, weights in stepped:
-            for weight in weights:
-                weight._fresh_grad = False
         return stepped
 
     def _reset_kvstore(self) -> None:
@@ -330,6 +322,12 @@ class Trainer(gluon.Trainer):
             for key, param in enumerate(self._params)
             if param.name not in late and param._differentiable
         )
+
+
+def _mark_used(weights: list[nd.NDArray]) -> None:
+    """Their gradients are stale from now on."""
+    for weight in weights:
+        weight._fresh_grad = False
 
 
 def _config_of(kvstore: Any, controls: Mapping[str, Any]) -> Config:

@@ -17,6 +17,7 @@ from .commands import Sealer
 from .errors import JobError, MismatchError, ServerError
 from .keys import NativeKeys
 from .server import Server
+from .views import copy_to
 
 _logger = logging.getLogger(__name__)
 
@@ -144,14 +145,14 @@ class Standalone(Connection):
         for key, value in zip(keys, values):
             self._stored[key] = nd.empty(value.size)  # float32, as the servers' masters
             self._merged[key] = nd.empty(value.size)
-            value.reshape(-1).copyto(self._stored[key])
+            copy_to(value.reshape(-1), self._stored[key])
 
     def pushpull(self, key: int, value: nd.NDArray, outs: Sequence[nd.NDArray]) -> None:
         self.push(key, value)
         self.pull([key] * len(outs), outs)
 
     def push(self, key: int, value: nd.NDArray) -> None:
-        value.reshape(-1).copyto(self._merged[key])
+        copy_to(value.reshape(-1), self._merged[key])
         self._server.update(key, self._stored[key], self._merged[key])
 
     def use_float16(self) -> None:
@@ -159,7 +160,7 @@ class Standalone(Connection):
 
     def pull(self, keys: Sequence[int], outs: Sequence[nd.NDArray]) -> None:
         for key, out in zip(keys, outs):
-            self._stored[key].reshape(out.shape).copyto(out)
+            copy_to(self._stored[key].reshape(out.shape), out)
 
     def command(self, body: Mapping[str, Any]) -> None:
         self._server.command(self._sealer.seal(body, [self._server.nonce]))

@@ -9,13 +9,18 @@ import mxnet as mx
 import numpy as np
 from mxnet import ndarray as nd
 
-from .buffers import Block, Replicated
+from .blocks import Block, Slice
 from .compression import TwoBit, digits, num_words
 from .config import Config
+from .errors import ConfigError
 from .keys import server_of
+from .layout import PACK_NUMBERS
+from .replicated import Replicated
 from .schedule import Schedule
 from .transport import Connection
-from .views import Views
+from .views import Views, copy_to, flat_copy
+
+_AT_ONCE = 4 * 1024 * 1024  # numbers that are copied for the servers at a time
 
 _logger = logging.getLogger(__name__)
 
@@ -66,47 +71,67 @@ class Wire:
         blocks : sequence of Block
             New ones.
         values : sequence of NDArray
-            One per block, of its length.
+            One per block, of its shape.
         """
         if not self.is_exact:
             self._connection.use_float16()
-        values = [value.astype(self.dtype, copy=False) for value in values]
-        self._connection.init([block.native for block in blocks], values)
+        keys, parts, total = [], [], 0
+        for block, value in zip(blocks, values):
+            self._check_range(block, value)
+            if self._connection.rank == 0:
+                # A copy, as the user's weights may have oneDNN's layout: see `Views`.
+                value = value.astype(self.dtype)
+            else:  # not sent, and so never allocated
+                value = nd.empty(block.shape, mx.cpu(), self.dtype)
+            views = Views(value)
+            for slice_ in block.slices:
+                keys.append(slice_.native)
+                parts.append(block.part(views, slice_))
+            total += block.length
+            if total > _AT_ONCE:  # copies of all of them would be the peak of memory
+                self._connection.init(keys, parts)
+                keys, parts, total = [], [], 0
+        if keys:
+            self._connection.init(keys, parts)
+
+    def _check_range(self, block: Block, value: nd.NDArray) -> None:
+        """Refuse weights that float16 would make infinite."""
+        if self.is_exact:
+            return
+        weights = value.asnumpy()
+        if (np.isfinite(weights) & ~np.isfinite(weights.astype("float16"))).any():
+            keys = ", ".join(str(record.key) for record in block.records)
+            raise ConfigError(
+                f"A weight of parameter {keys} is {np.abs(weights).max():g}, and with "
+                "compression 'fp16' weights may be up to 65504. Leave the compression "
+                "out."
+            )
 
     def broadcast(self, pairs: Sequence[tuple[Replicated, nd.NDArray]]) -> None:
         """Give new parameters rank 0's values everywhere; collective.
 
         The servers have them when it returns; a wait on the weights ends the pull.
         """
-        blocks, numbers = [], []
-        for record, value in pairs:
-            flat = Views(value)
-            for block, member in record.blocks:
-                blocks.append(block)
-                numbers.append(flat.view(member.start, member.stop))
-        self.init(blocks, numbers)
+        self.init([record.block for record, _ in pairs], [value for _, value in pairs])
         for record, _ in pairs:
             self.read(record, record.weights)
 
     def read(self, record: Replicated, outs: Sequence[nd.NDArray]) -> None:
         """Copy W into arrays of the parameter's shape; returns before it is done."""
-        for block, member in record.blocks:
-            parts = [Views(out).view(member.start, member.stop) for out in outs]
-            if block.global_weight is None:
-                self._pull(block, parts)
-                continue
-            for part in parts:
-                block.global_of(member).copyto(part)
-
-    def _pull(self, block: Block, outs: Sequence[nd.NDArray]) -> None:
-        """Pull a block of one member as it is on the servers now."""
-        if self.is_exact:
-            self._connection.pull([block.native] * len(outs), outs)
+        block = record.block
+        views = block.global_weight
+        if views is None and self.is_exact and not (block.is_pack or block.is_sliced):
+            self._connection.pull([block.slices[0].native] * len(outs), outs)
             return
+        if views is None:  # nothing is pending: as it is on the servers now
+            views = Views(nd.empty(block.shape, mx.cpu(), self.dtype))
+            for slice_ in block.slices:
+                self._connection.pull([slice_.native], [block.part(views, slice_)])
+        source = views.array
+        if block.is_pack:
+            source = views.view(*block.span(record.place)).reshape(record.shape)
         for out in outs:
-            half = nd.empty(out.shape, out.context, self.dtype)
-            self._connection.pull([block.native], [half])
-            half.copyto(out)
+            copy_to(source, out)
 
     def add_words(self, blocks: Iterable[Block]) -> None:
         """Give new blocks a key for compressed pushes; collective if any is new.
@@ -115,17 +140,17 @@ class Wire:
         """
         if self._two_bit is None:
             return
-        keys = self._connection.keys
-        new = []
+        keys, new = self._connection.keys, []
         for block in blocks:
-            if block.words_key is None and block.is_large(keys.bigarray_bound):
-                server = server_of(block.native, self._connection.num_servers)
-                block.words_key = keys.on_server(server)
-                new.append(block)
+            if block.is_large(keys.bigarray_bound):
+                new += [s for s in block.slices if s.words_key is None]
+        for slice_ in new:
+            server = server_of(slice_.native, self._connection.num_servers)
+            slice_.words_key = keys.on_server(server)
         if new:
             workers = self._connection.num_workers
-            zeros = [nd.zeros(num_words(block.size, workers)) for block in new]
-            self._connection.init([block.words_key for block in new], zeros)
+            zeros = [nd.zeros(num_words(slice_.size, workers)) for slice_ in new]
+            self._connection.init([slice_.words_key for slice_ in new], zeros)
 
     def pushpull(self, block: Block, warm: Sequence[int]) -> None:
         """Push the staged gradient, pull W(t+1); returns before it is done.
@@ -134,93 +159,120 @@ class Wire:
         ----------
         block : Block
         warm : sequence of int
-            Members whose L is W(t+1), on every device.
+            Places of the members whose L is W(t+1), on every device.
         """
         block.keep_absent()
         target = block.target()
-        direct = self.is_exact and not block.is_pack
-        outs = [] if target is None else [target.array]
-        if direct and warm:
-            member = block.members[0]
-            outs += [member.weight(d) for d in range(len(member.record.weights))]
-        if block.words_key is not None and not self._schedule.is_whole(block.update):
-            self._push_words(block, outs)
-        else:
-            self._push_whole(block, outs)
+        direct = self.is_exact and not (block.is_pack or block.is_sliced)
+        whole = self._schedule.is_whole(block.update)
+        for slice_ in block.slices:
+            outs = [] if target is None else [block.part(target, slice_)]
+            if direct and warm:
+                outs += block.records[0].weights
+            if whole or slice_.words_key is None:
+                self._push_whole(slice_, outs)
+            else:
+                self._push_words(slice_, outs)
         block.advance()
         if warm and not direct:
-            block.spread(target, warm)
+            block.copy_out(target, warm)
 
-    def assign(self, block: Block, members: Sequence[int]) -> None:
+    def assign(self, block: Block, places: Sequence[int]) -> None:
         """Make rank 0's weights of these members W, and L on every rank.
 
         The servers must have been told; A - B stays. Collective, and returns before
         it is done.
         """
-        value = nd.zeros(block.length, mx.cpu(), self.dtype)
-        if self._connection.rank == 0:
-            for i in members:
-                at, stop = block.span(i)
-                block.members[i].weight(0).copyto(value._slice(at, stop))
-            if block.is_pack:
-                block.mark(members).copyto(value._slice(block.size, block.length))
-        if block.staging is not None:
-            # One array, or the next push might overtake this one; see `_push_words`.
-            value = value.copyto(self._pushed_whole(block))
-        target = block.global_weight or Views(nd.empty_like(value))
-        block.subtract_spare(members)
-        self._connection.pushpull(block.native, value, [target.array])
-        if block.staging is None:
+        value = Views(self._assigned(block, places))
+        target = block.global_weight
+        if target is None:
+            target = Views(nd.empty(block.shape, mx.cpu(), self.dtype))
+        block.subtract_spare(places)
+        for slice_ in block.slices:
+            part = block.part(value, slice_)
+            if slice_.staging is not None:
+                # One array, or the next push might overtake this; see `_push_words`.
+                part = part.copyto(self._pushed_whole(slice_))
+            out = block.part(target, slice_)
+            self._connection.pushpull(slice_.native, part, [out])
+        if block.slices[0].staging is None:
             target.array.wait_to_read()
-        block.subtract_spare(members)
-        block.spread(target, members)
+        block.subtract_spare(places)
+        block.copy_out(target, places)
+
+    def _assigned(self, block: Block, places: Sequence[int]) -> nd.NDArray:
+        """What this rank pushes: the servers sum it over the ranks."""
+        value = nd.zeros(block.shape, mx.cpu(), self.dtype)
+        if self._connection.rank != 0:
+            return value
+        if not block.is_pack:
+            copy_to(block.records[0].weights[0], value)
+            return value
+        for place in places:
+            weight = flat_copy(block.records[place].weights[0])
+            copy_to(weight, value._slice(*block.span(place)))
+        copy_to(block.mark(places), value._slice(block.size, block.length))
+        return value
+
+    def warn_if_useless(self, records: Iterable[Replicated]) -> None:
+        """Say, on rank 0, that 2-bit compression was asked for and nothing is large."""
+        slices = [slice_ for record in records for slice_ in record.block.slices]
+        useless = all(slice_.words_key is None for slice_ in slices)
+        if self.is_compressed and useless and self._connection.rank == 0:
+            _logger.warning(
+                "Compression '2bit' changes nothing here: it takes arrays of more than "
+                "%d numbers that ps-lite has not cut over the servers "
+                "(MXNET_KVSTORE_BIGARRAY_BOUND).",
+                PACK_NUMBERS,
+            )
 
     def rounded(self, weights: nd.NDArray) -> np.ndarray:
         """Weights as the servers would give them back."""
-        return weights.asnumpy().astype(self.dtype).astype("float32")
+        weights = weights.asnumpy().astype(self.dtype, copy=False)
+        return weights.astype("float32", copy=False)
 
     def stats(self) -> dict[str, int]:
         """Bytes pushed and pulled so far, without the transport's own."""
         return dict(self._stats)
 
-    def _push_whole(self, block: Block, outs: list[nd.NDArray]) -> None:
-        value = self._pushed_whole(block)
+    def _push_whole(self, slice_: Slice, outs: list[nd.NDArray]) -> None:
+        value = self._pushed_whole(slice_)
         if not self.is_exact:
-            block.staging.array.copyto(value)
-        self._connection.pushpull(block.native, value, outs)
-        size = block.length * (4 if self.is_exact else 2)
+            slice_.staging.array.copyto(value)
+        self._connection.pushpull(slice_.native, value, outs)
+        size = slice_.size * (4 if self.is_exact else 2)
         self._count(size, size)
 
-    def _pushed_whole(self, block: Block) -> nd.NDArray:
-        """The array in which a block's whole pushes travel, the same each time."""
-        staging = block.staging.array
+    def _pushed_whole(self, slice_: Slice) -> nd.NDArray:
+        """The array in which a slice's whole pushes travel, the same each time."""
+        staging = slice_.staging.array
         if self.is_exact:
             return staging
-        if block.native not in self._halves:
+        if slice_.native not in self._halves:
             half = nd.empty(staging.shape, staging.context, self.dtype)
-            self._halves[block.native] = half
-        return self._halves[block.native]
+            self._halves[slice_.native] = half
+        return self._halves[slice_.native]
 
-    def _push_words(self, block: Block, outs: list[nd.NDArray]) -> None:
+    def _push_words(self, slice_: Slice, outs: list[nd.NDArray]) -> None:
         """Push codes under a key of their own, then pull the weights.
 
         MXNet orders a pull after a push of the same key only. So the array that it
         pulls through, which is the one that was pushed whole last (`staging`), is read
         by an operator that waits until the codes have been pushed.
         """
-        key, gradient = block.words_key, block.staging.array
+        key, gradient = slice_.words_key, slice_.staging.view(0, slice_.size)
         if key not in self._words:
-            count = num_words(block.size, self._connection.num_workers)
+            count = num_words(slice_.size, self._connection.num_workers)
             room = count * digits(self._connection.num_workers)
             self._words[key] = nd.zeros(count, gradient.context)
             self._codes[key] = nd.zeros(room, gradient.context)
-            self._residuals[key] = nd.zeros(block.size, gradient.context)
+            self._residuals[key] = nd.zeros(room, gradient.context)
         words = self._words[key]
         self._two_bit.compress(gradient, self._residuals[key], self._codes[key], words)
         self._connection.push(key, words)
-        gradient._slice(0, words.size).copyto(words)
-        self._connection.pull([block.native] * len(outs), outs)
-        self._count(4 * words.size, 4 * block.length)
+        slice_.staging.view(0, words.size).copyto(words)
+        self._connection.pull([slice_.native] * len(outs), outs)
+        self._count(4 * words.size, 4 * slice_.size)
 
     def _count(self, pushed: int, pulled: int) -> None:
         self._stats["pushed_bytes"] += pushed

@@ -27,7 +27,7 @@ BURST_S, LEAST_BURST_BYTES = 0.002, 12_000
 # What may wait at a link. Less, and TCP loses packets when many send to one.
 QUEUE_S, LEAST_QUEUE_BYTES = 0.1, 128 << 10
 MOST_PACKET_BYTES = 65_536
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)\Z", re.ASCII)
+_RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([a-z]+)\Z", re.ASCII)
 
 
 @dataclass(frozen=True)

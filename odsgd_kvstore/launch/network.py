@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import json
 import os
 import shutil
@@ -131,6 +132,11 @@ def _find(name: str) -> str:
 def explain(code: int, error: str) -> str:
     """What went wrong, and what to do."""
     error = error.strip() or f"exit code {code}"
+    if os.strerror(errno.EMFILE) in error:
+        return (
+            f"--emulate-bandwidth could not make the links: {error}; raise the limit, "
+            "such as with ulimit -n 4096"
+        )
     if code != FORBIDDEN:
         return (
             f"--emulate-bandwidth could not make the links: {error}; the kernel needs "

@@ -28,14 +28,17 @@ class Worker:
         count = num_words(size, num_workers)
         self.words = nd.zeros(count)
         self._codes = nd.zeros(count * digits(num_workers))
-        self._residual, self.residual = nd.zeros(size), np.zeros(size, f32)
+        self._residuals = nd.zeros(count * digits(num_workers))
+        self.residual = np.zeros(size, f32)
 
     def push(self, gradient):
         """q by the recurrence; the words are ours."""
         given = nd.array(gradient)
-        self._two_bit.compress(given, self._residual, self._codes, self.words)
+        self._two_bit.compress(given, self._residuals, self._codes, self.words)
         q, self.residual = quantised(self.residual, gradient, self._threshold)
-        np.testing.assert_array_equal(self._residual.asnumpy(), self.residual)
+        kept = self._residuals.asnumpy()
+        np.testing.assert_array_equal(kept[: gradient.size], self.residual)
+        np.testing.assert_array_equal(kept[gradient.size :], 0)
         np.testing.assert_array_equal(given.asnumpy(), gradient)
         return q
 
@@ -124,3 +127,18 @@ def test_numbers_in_a_word(num_workers, count):
         (2 * num_workers + 1) ** count <= 2**23 < (2 * num_workers + 1) ** (count + 1)
     )
     assert [num_words(n, num_workers) for n in (1, count, count + 1)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_not_hidden(bad):
+    size, gradient = 100, np.full(100, 0.7, f32)
+    gradient[37] = bad
+    two_bit, count = TwoBit(0.5, 2), num_words(size, 2)
+    room = count * digits(2)
+    words = nd.zeros(count)
+    two_bit.compress(nd.array(gradient), nd.zeros(room), nd.zeros(room), words)
+    out = restored([words], size, 2, 0.5)
+    # Number 37 and those that share its word; all others are as ever.
+    shared = [i for i in range(size) if i % count == 37 % count]
+    assert np.flatnonzero(np.isnan(out)).tolist() == shared
+    assert (np.delete(out, shared) == f32(0.5)).all()

@@ -327,11 +327,6 @@ def test_second_optimizer_is_refused():
             ["after the first key", "before init", "pass compression_params"],
         ),
         (
-            lambda s: s.set_gradient_compression({"type": "1bit"}),
-            ConfigError,
-            ["'1bit'", "'2bit'", "'fp16'"],
-        ),
-        (
             lambda s: s.pushpull(0, nd.ones((3, 5)), out=nd.ones(2)),
             ConfigError,
             ["0", "(3, 5)", "(2,)"],

@@ -115,19 +115,14 @@ def test_planned_argument_is_refused_by_name(settings, parts):
 
 
 @pytest.mark.parametrize("given", [{"type": "fp16"}, {"type": "2bit", "threshold": 2}])
-@pytest.mark.parametrize("make", [trainer, "gluon"])
+@pytest.mark.parametrize("make", [odsgd_kvstore.Trainer, gluon.Trainer])
 def test_compression_params_reach_the_store(given, make):
-    net = dense()
-    if make == "gluon":
-        made = gluon.Trainer(
-            net.collect_params(), "sgd", kvstore="dist_odsgd", compression_params=given
-        )
-    else:
-        made = make(net, compression_params=given)
+    net, kwargs = dense(), {"kvstore": "dist_odsgd", "compression_params": given}
+    made = make(net.collect_params(), "sgd", **kwargs)
     step(net, made)
     assert made._kvstore.config.compression_params == given
-    assert made._kvstore.pipeline.wire.is_compressed == (given["type"] == "2bit")
-    assert made._kvstore.pipeline.wire.is_exact == (given["type"] == "2bit")
+    wire = made._kvstore.pipeline.wire
+    assert wire.is_compressed == wire.is_exact == (given["type"] == "2bit")
     # lr 0.01, the batch's mean gradient is 1; 1 - 0.01 as the wire carries it.
     wanted = np.float32(1 - 0.01).astype("float16" if given["type"] == "fp16" else "f")
     assert (net.weight.data().asnumpy() == np.float32(wanted)).all()

@@ -9,9 +9,15 @@ import pytest
 from mxnet import optimizer as opt
 
 from odsgd_kvstore import layout, placement
-from odsgd_kvstore.buffers import Replicated
 from odsgd_kvstore.keys import NativeKeys, server_of
-from odsgd_kvstore.layout import PACK_NUMBERS, SLICE_NUMBERS, spread
+from odsgd_kvstore.layout import (
+    LEAST_SLICE,
+    PACK_NUMBERS,
+    SLICE_NUMBERS,
+    slice_size,
+    spread,
+)
+from odsgd_kvstore.replicated import Replicated
 
 ROOT = Path(layout.__file__).absolute().parents[1]
 UNEVEN = 1.10  # the busiest server over the mean, at most
@@ -94,6 +100,15 @@ def test_one_server_gets_everything_in_as_few_slices_as_possible():
     assert plan == [[(0, SLICE_NUMBERS)], [(0, half), (0, half + 1)], [(0, 5)]]
 
 
+@pytest.mark.parametrize("num_servers", [1, 2, 3, 16])
+def test_slices_are_neither_too_small_nor_too_large(num_servers):
+    sizes = [slice_size(10**power, num_servers) for power in range(10)]
+    assert sizes == sorted(sizes)
+    assert (sizes[0], sizes[-1]) == (LEAST_SLICE, SLICE_NUMBERS)
+    in_between = 20 * LEAST_SLICE * num_servers
+    assert LEAST_SLICE < slice_size(in_between, num_servers) < SLICE_NUMBERS
+
+
 def placed(sizes, num_servers, kind=opt.SGD, bound=BOUND, frozen=(), at_once=True):
     """(records, packs, keys) of a Gluon Trainer's parameters, told one by one."""
     table = {
@@ -102,7 +117,7 @@ def placed(sizes, num_servers, kind=opt.SGD, bound=BOUND, frozen=(), at_once=Tru
     }
     optimizer = kind(param_dict=table if at_once else {})
     keys = NativeKeys(num_servers, bound)
-    place = placement.Placement(keys)
+    place = placement.Placement(keys, True)
     records = [
         Replicated(i, i, (size,), size, i, [SimpleNamespace(context="cpu(0)")])
         for i, size in enumerate(sizes)
@@ -112,11 +127,17 @@ def placed(sizes, num_servers, kind=opt.SGD, bound=BOUND, frozen=(), at_once=Tru
     return records, place.pack(records, optimizer), keys
 
 
+def blocks_of(records):
+    return {record.block for record in records}
+
+
 def carried(records, num_servers):
     """Numbers that travel to each server in a step."""
     loads = [0] * num_servers
-    for block in {block for record in records for block, _ in record.blocks}:
-        loads[server_of(block.native, num_servers)] += block.size
+    for block in blocks_of(records):
+        for slice_ in block.slices:
+            size = slice_.size - len(block.records) * block.is_pack  # less the marks
+            loads[server_of(slice_.native, num_servers)] += size
     return loads
 
 
@@ -128,12 +149,12 @@ def test_parameters_told_one_by_one_are_spread_evenly(name, num_servers):
     assert sum(loads) == sum(NETWORKS[name])
     assert unevenness(loads) <= UNEVEN
     assert keys.loads == loads
-    for block in {block for record in records for block, _ in record.blocks}:
-        assert block.length < BOUND  # ps-lite would cut it
-        assert block.size <= SLICE_NUMBERS
+    for slice_ in (s for block in blocks_of(records) for s in block.slices):
+        assert slice_.size < BOUND  # ps-lite would cut it
+        assert slice_.size <= SLICE_NUMBERS + PACK_NUMBERS
     few = [r for r in records if r.size <= PACK_NUMBERS]
     assert packs and {r.order for r in few} == {
-        member.record.order for pack in packs for member in pack.members
+        record.order for pack in packs for record in pack.records
     }
 
 
@@ -141,33 +162,27 @@ def test_parameters_told_one_by_one_are_spread_evenly(name, num_servers):
 def test_blocks_carry_each_number_of_each_parameter_once_and_in_order(num_servers):
     sizes = [5, SLICE_NUMBERS + 1, 70000, 1, 4096, 4097, 3 * SLICE_NUMBERS - 2, 12, 7]
     records, packs, _ = placed(sizes, num_servers, frozen=(7,))
-    natives = set()
     for record in records:
-        at = 0
-        for block, member in record.blocks:
-            assert member in block.members
-            assert (member.record, member.start) == (record, at)
-            at = member.stop
-        assert at == record.size
-        natives.update(block.native for block, _ in record.blocks)
-    blocks = {block for record in records for block, _ in record.blocks}
-    assert len(natives) == len(blocks)
+        assert record.block.records[record.place] is record
+    blocks = blocks_of(records)
+    natives = [slice_.native for block in blocks for slice_ in block.slices]
+    assert len(natives) == len(set(natives))
     for block in blocks:
-        places = [(m.at, m.at + m.size) for m in block.members]
+        places = [block.span(place) for place in range(len(block.records))]
         assert [start for start, _ in places] == [0, *(stop for _, stop in places[:-1])]
-        assert block.size == places[-1][1]
-        assert block.length == block.size + (block in packs) * len(block.members)
-    packed = {m.record.order for pack in packs for m in pack.members}
+        assert block.size == places[-1][1] == sum(r.size for r in block.records)
+        assert block.length == block.size + (block in packs) * len(block.records)
+        starts = [slice_.start for slice_ in block.slices]
+        assert starts == [0, *(slice_.stop for slice_ in block.slices[:-1])]
+        assert block.slices[-1].stop == block.length
+    packed = {record.order for pack in packs for record in pack.records}
     assert packed == {0, 3, 4, 8}  # 7 is frozen
 
 
 def test_every_rank_deals_the_same_keys():
     def layout_of():
         records, _, _ = placed(NETWORKS["resnet50"], 3)
-        return [
-            [(b.native, m.start, m.stop, m.at) for b, m in record.blocks]
-            for record in records
-        ]
+        return [(record.place, record.block.keys()) for record in records]
 
     assert layout_of() == layout_of()
 
@@ -185,28 +200,36 @@ def test_what_must_stay_whole_is_neither_cut_nor_packed(settings):
     records, packs, _ = placed(sizes, 2, **settings)
     assert packs == []
     for record in records:
-        [(block, member)] = record.blocks
-        assert (member.start, member.stop, block.length) == (
-            0,
-            record.size,
-            record.size,
-        )
-        assert len(block.members) == 1
+        assert record.block.records == [record]
+        assert [size for _, size in record.block.keys()] == [record.size]
 
 
 def test_a_low_bigarray_bound_makes_smaller_slices():
     bound = 3 * PACK_NUMBERS
     records, packs, _ = placed([100000, 8, 9], 2, bound=bound)
-    assert all(block.size < bound for block, _ in records[0].blocks)
+    sizes = [size for _, size in records[0].block.keys()]
+    assert max(sizes) < bound
     assert len(packs) == 1
-    assert sum(member.size for _, member in records[0].blocks) == 100000
+    assert sum(sizes) == 100000
+
+
+@pytest.mark.parametrize("num_servers", [3, 4])
+def test_slices_of_a_large_array_are_compressed_however_small(num_servers):
+    sizes = [8500, 5600, 24000, 8000, 8000, 12, 4096, 7]
+    records, packs, _ = placed(sizes, num_servers)
+    sizes = [size for b in blocks_of(records) - set(packs) for _, size in b.keys()]
+    assert min(sizes) <= PACK_NUMBERS
+    for record in records:
+        block = record.block
+        assert block.is_large(BOUND) == (record.size > PACK_NUMBERS)
+        assert not block.is_large(block.slices[0].size)  # ps-lite cuts it
 
 
 def test_nothing_is_packed_where_nobody_knows_what_comes():
     # A bare store or a Module tells the optimizer nothing of parameters.
     records, packs, _ = placed([10, 20, SLICE_NUMBERS + 1], 2, at_once=False)
     assert packs == []
-    assert [len(record.blocks) > 1 for record in records] == [False, False, True]
+    assert [record.block.is_sliced for record in records] == [False, False, True]
 
 
 def test_one_small_parameter_alone_is_no_pack():
@@ -217,4 +240,15 @@ def test_one_small_parameter_alone_is_no_pack():
 
 def test_several_small_parameters_share_few_keys():
     _, packs, _ = placed([100] * 50, 2)
-    assert [len(pack.members) for pack in packs] == [25, 25]
+    assert [len(pack.records) for pack in packs] == [25, 25]
+
+
+@pytest.mark.parametrize("bound", [8194, 10000, 30000])
+@pytest.mark.parametrize(
+    "sizes", [[4096] * 5, [4096, 4096, 1806, 4096, 4096, 1808], [1] * 9000]
+)
+def test_no_pack_is_cut_by_ps_lite(sizes, bound):
+    records, packs, _ = placed(sizes, 2, bound=bound)
+    assert packs or (bound, sizes) == (8194, [4096] * 5)  # no two fit
+    assert all(pack.length < bound for pack in packs)
+    assert sum(block.size for block in blocks_of(records)) == sum(sizes)
