@@ -222,13 +222,16 @@ class ODSGDStore(mx.kvstore.KVStore):
 
         Notes
         -----
-        Returns before it is done; a wait on `out` ends it.
+        Returns before it is done, but for a key that was never stepped; a wait on
+        `out` ends it.
         """
         self._connection.check()
         for user_key, outs, _ in grouped(key, out, None):
             record = self.pipeline.records[user_key]
             checks.check_shapes(user_key, record.shape, outs)
             self.pipeline.wire.read(record, outs)
+            for array in outs if record.update == 0 else ():
+                array.wait_to_read()  # a push must not overtake the pull
 
     # What it does not do
 
@@ -320,7 +323,6 @@ class ODSGDStore(mx.kvstore.KVStore):
     def _add(
         self, key: UserKey, value: nd.NDArray, outs: list[nd.NDArray]
     ) -> Replicated:
-        """A record for a new key."""
         index = key if self._optimizer is None else index_of(self._optimizer, key)
         records = self.pipeline.records
         record = Replicated(

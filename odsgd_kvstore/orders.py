@@ -145,6 +145,9 @@ class Orders:
         if not new:
             return
         self._num_placed = len(self._records)
+        for record in new:  # a push must not overtake the pull of the first weights
+            for weight in record.weights:
+                weight.wait_to_read()
         packs = self._placement.pack(new, self._optimizer)
         rows = self._connection.exchange(
             {
