@@ -135,7 +135,7 @@ def train(
         values = {}
         if is_due(step, steps, evaluate_every):
             seconds = watch.stop()
-            found = at_global_weights(settings, trainer, net, [images, labels])
+            found = at_global_weights(trainer, net, [images, labels])
             if settings.network:
                 values = {"seconds": seconds, "accuracy": found[0]}
             watch.go_on()
@@ -174,20 +174,14 @@ def staleness(trainer: gluon.Trainer) -> int:
 
 
 def at_global_weights(
-    settings: Settings, trainer: gluon.Trainer, net: gluon.Block, test: list[np.ndarray]
+    trainer: gluon.Trainer, net: gluon.Block, test: list[np.ndarray]
 ) -> tuple[float, np.ndarray]:
     """Return the test accuracy at the global weights, and these as one vector."""
     is_delayed = hasattr(trainer, "global_weights")
     with trainer.global_weights() if is_delayed else contextlib.nullcontext():
-        arrays = [param.data().copy() for param in net.collect_params().values()]
-        mx.nd.waitall()
-    # In a net of its own: MXNet 1.9.1 leaves the weights of a convolution in oneDNN's
-    # layout after a prediction.
-    twin = build_net(settings)
-    for param, array in zip(twin.collect_params().values(), arrays):
-        param.set_data(array)
-    vector = np.concatenate([array.asnumpy().ravel() for array in arrays])
-    return digits.accuracy(twin, *test), vector
+        weights = [param.data().asnumpy() for param in net.collect_params().values()]
+        accuracy = digits.accuracy(net, *test)
+    return accuracy, np.concatenate([weight.ravel() for weight in weights])
 
 
 def run_worker(settings: Settings, folder: Path) -> None:

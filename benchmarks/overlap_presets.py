@@ -92,7 +92,7 @@ def presets() -> dict[str, tuple[Setting, ...]]:
         Setting("mlp8", 4, "200mbit", 1, nearest),
         Setting("mlp8", 8, "400mbit", 1, nearest, num_timed_iters=20),
         Setting("mlp2", 2, "200mbit", 1, pair),
-        Setting("resnet50", 2, "500mbit", 1, peers, 2, 1, **few),
+        Setting("resnet50", 2, "500mbit", 1, peers, 3, 1, **few),
         Setting("mlp8", 2, "200mbit", 0.3, pair, num_timed_iters=20),
         Setting("mlp8", 2, "200mbit", 2, (*nearest, FP16, TWO_BIT)),
         slow,
