@@ -7,6 +7,7 @@ chosen by choosing the key. Native keys are never reused in a process.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Generic, Iterator, TypeVar, Union
 
 from .errors import ConfigError, JobError
@@ -57,6 +58,16 @@ class NativeKeys:
         server = self.lightest()
         self.loads[server] += size
         return self.on_server(server)
+
+    @contextlib.contextmanager
+    def given_back_on_error(self) -> Iterator[None]:
+        """Take back what was dealt out inside, if that ends with an exception."""
+        before = self._next, list(self.loads)
+        try:
+            yield
+        except Exception:
+            self._next, self.loads[:] = before
+            raise
 
     def lightest(self) -> int:
         """The server that holds fewest numbers so far."""

@@ -64,8 +64,6 @@ class ODSGDStore(mx.kvstore.KVStore):
     def __del__(self) -> None:
         """Nothing: the native store belongs to the process."""
 
-    # What a KVStore is
-
     @property
     def type(self) -> str:
         """'dist_odsgd_sync': MXNet takes its synchronous branches on '_sync'."""
@@ -155,9 +153,13 @@ class ODSGDStore(mx.kvstore.KVStore):
         for user_key, values, _ in triples:
             self.pipeline.records.check_new(user_key)
             self._check_array(user_key, values[0])
-        added = [(self._add(k, v[0], outs), v[0]) for k, v, outs in triples]
-        records = {self._name(record.key): record for record, _ in added}
-        checks.check_same_everywhere(self._connection, records)
+        with self._connection.keys.given_back_on_error():
+            added = [(self._place(k, v[0], outs), v[0]) for k, v, outs in triples]
+            records = {self._name(record.key): record for record, _ in added}
+            checks.check_same_everywhere(self._connection, records)
+        for record, _ in added:
+            record.order = len(self.pipeline.records)
+            self.pipeline.records.add(record.key, record)
         self.pipeline.wire.broadcast(added)
 
     def pushpull(
@@ -320,16 +322,13 @@ class ODSGDStore(mx.kvstore.KVStore):
             "Give every rank the same arguments and ODSGD_* variables.",
         )
 
-    def _add(
+    def _place(
         self, key: UserKey, value: nd.NDArray, outs: list[nd.NDArray]
     ) -> Replicated:
+        """A record for a new key, with its place on the servers."""
         index = key if self._optimizer is None else index_of(self._optimizer, key)
-        records = self.pipeline.records
-        record = Replicated(
-            key, len(records), value.shape, value.size, index, list(outs)
-        )
+        record = Replicated(key, value.shape, value.size, index, list(outs))
         self.pipeline.placement.place(record, self._optimizer)
-        records.add(key, record)
         return record
 
     def _check_array(self, key: UserKey, value: nd.NDArray) -> None:

@@ -7,6 +7,7 @@ Who holds what: `buffers.py`. When a step is warm-up: `schedule.py`. How L is ma
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from typing import Any, Callable, Iterator, Sequence
@@ -61,7 +62,8 @@ class Pipeline:
     ) -> None:
         self.records: UserKeys[Replicated] = UserKeys()
         rule = config.local_optimizer, config.local_optimizer_params
-        self.placement = Placement(connection.keys, local_update.is_elementwise(*rule))
+        is_elementwise = functools.partial(local_update.is_elementwise, *rule)
+        self.placement = Placement(connection.keys, is_elementwise)
         self._config, self._connection = config, connection
         self._number, self._sum_on_device = number, sum_on_device
         self._schedule = Schedule(config.warmup_steps, config.delay, config.full_every)

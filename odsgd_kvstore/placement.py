@@ -6,7 +6,7 @@ the optimizer (`optimizer_state.py`); how it is cut, on integers alone (`layout.
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 import numpy as np
 from mxnet import optimizer as opt
@@ -24,11 +24,13 @@ class Placement:
     Parameters
     ----------
     keys : NativeKeys
-    local_is_elementwise : bool
-        Whether the local update, too, treats every number alike.
+    local_is_elementwise : callable
+        Returns whether the local update, too, treats every number alike.
     """
 
-    def __init__(self, keys: NativeKeys, local_is_elementwise: bool) -> None:
+    def __init__(
+        self, keys: NativeKeys, local_is_elementwise: Callable[[], bool]
+    ) -> None:
         self._keys = keys
         self._local_is_elementwise = local_is_elementwise
         self._bound = keys.bigarray_bound
@@ -88,8 +90,8 @@ class Placement:
         return min(slice_size(total, len(self._keys.loads)), self._bound - 1)
 
     def _may_cut(self, optimizer: Any) -> bool:
-        both = is_elementwise(optimizer) and self._local_is_elementwise
-        return both and self._bound > 2 * PACK_NUMBERS
+        has_room = self._bound > 2 * PACK_NUMBERS
+        return has_room and is_elementwise(optimizer) and self._local_is_elementwise()
 
     def _plan_all(self, optimizer: opt.Optimizer) -> None:
         """Plan all that a Gluon Trainer will step at once: it tells one by one."""

@@ -23,8 +23,6 @@ class Replicated:
     ----------
     key : int or str
         The user's key.
-    order : int
-        Its place among the store's parameters.
     shape, size : tuple, int
     index : int or str
         The parameter's index in the optimizer.
@@ -32,6 +30,8 @@ class Replicated:
         The Parameter's own arrays, one per device; between steps L(i,t).
     block : Block
         Where it is updated; `place` is its number there.
+    order : int
+        Its place among the store's parameters.
     update : int
         Updates of this parameter so far: the t of W(t).
     base : int
@@ -45,13 +45,13 @@ class Replicated:
     """
 
     key: Any
-    order: int
     shape: tuple[int, ...]
     size: int
     index: Any
     weights: list[nd.NDArray]
     block: Any = None
     place: int = 0
+    order: int = -1
     update: int = 0
     base: int = 0
     step: int = -1

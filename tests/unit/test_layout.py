@@ -117,9 +117,9 @@ def placed(sizes, num_servers, kind=opt.SGD, bound=BOUND, frozen=(), at_once=Tru
     }
     optimizer = kind(param_dict=table if at_once else {})
     keys = NativeKeys(num_servers, bound)
-    place = placement.Placement(keys, True)
+    place = placement.Placement(keys, lambda: True)
     records = [
-        Replicated(i, i, (size,), size, i, [SimpleNamespace(context="cpu(0)")])
+        Replicated(i, (size,), size, i, [SimpleNamespace(context="cpu(0)")], order=i)
         for i, size in enumerate(sizes)
     ]
     for record in records:
