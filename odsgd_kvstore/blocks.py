@@ -158,12 +158,16 @@ class Block:
     def first_weights(self, context: Context, dtype: str) -> nd.NDArray:
         """W(0) as the keys carry it, from the user's arrays."""
         weights = nd.zeros(self.shape, context, dtype)
-        if not self.is_pack:
-            copy_to(self.records[0].weights[0], weights)
-            return weights
-        for place, record in enumerate(self.records):
-            copy_to(flat_copy(record.weights[0]), weights._slice(*self.span(place)))
+        self._bring_weights(weights)
         return weights
+
+    def _bring_weights(self, target: nd.NDArray) -> None:
+        """Copy the numbers of the user's arrays, of the first device, side by side."""
+        if not self.is_pack:
+            copy_to(self.records[0].weights[0], target)
+            return
+        for place, record in enumerate(self.records):
+            copy_to(flat_copy(record.weights[0]), target._slice(*self.span(place)))
 
     def expect(self, records: set[Replicated]) -> None:
         """Begin a step in which `records` come."""
@@ -251,6 +255,11 @@ class Block:
             return self.local_weight
         self._own.follow(self.records[0].weights[0])
         return self._own
+
+    def bring_local(self) -> None:
+        """Bring L(i,t), which the user's arrays hold, to where L(i,t+1) is made."""
+        if self.local_weight is not None:
+            self._bring_weights(self.local_weight.array)
 
     def copy_out(self, source: Views, places: Sequence[int]) -> None:
         """Copy an array's numbers to the user's arrays of these members, everywhere."""

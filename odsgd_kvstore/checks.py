@@ -46,7 +46,7 @@ def check_optimizer(optimizer: opt.Optimizer, config: Config, num_servers: int) 
     rule, params = config.local_optimizer, config.local_optimizer_params
     local_update.create(rule, params, optimizer, 1.0, config.compression != "fp16")
     if rule.lower() not in RULES_WITHOUT_PARAMETERS:
-        _check_kind(local_update.create_named(rule.lower(), params), 0)
+        _check_kind(local_update.optimizer_of(rule, params), 0)
 
 
 def check_type(name: Any, dtype: Any, stype: str) -> None:

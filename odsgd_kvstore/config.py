@@ -34,10 +34,10 @@ class Config:
     Parameters
     ----------
     local_optimizer : str
-        Local update rule: 'auto' (default), 'mirror', 'replica', 'none', or the
-        name of any registered MXNet optimizer.
+        Local update rule: 'auto' (default), 'mirror', 'replica', 'none', 'dcsgd', or
+        the name of any registered MXNet optimizer.
     local_optimizer_params : mapping
-        Parameters of a rule that is an optimizer's name; no other takes any.
+        Parameters of 'dcsgd' or of an optimizer by name; no other rule takes any.
     warmup_steps : int
         Updates of each key that are synchronous, >= 0. Default 200.
     delay : int

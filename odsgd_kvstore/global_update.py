@@ -68,7 +68,7 @@ class KeyState:
         if len(self.sizes) == 1:
             self.sizes = [weight.size]
         numbers = weight if len(self.sizes) == 1 else weight._slice(0, sum(self.sizes))
-        self.state = FlatState(optimizer, key, numbers)
+        self.state = FlatState.of_optimizer(optimizer, key, numbers)
 
     def present(self, gradient: nd.NDArray, num_workers: int) -> tuple[int, ...]:
         """The members that the workers have stepped; waits for the sum of a pack.

@@ -68,29 +68,32 @@ def runs(sizes: Sequence[int], likeness: Sequence[Hashable]) -> list[Run]:
 
 
 class FlatState:
-    """An optimizer's state for a flat array, and for runs of it.
+    """The state of a flat array, and of runs of it.
 
     Parameters
     ----------
-    optimizer : mxnet.optimizer.Optimizer
-    index : hashable
-        Passed on to the optimizer.
-    weight : NDArray, float32, 1-D
-        The whole array, at its first weights.
+    whole : NDArray, or None, or a tuple or list of such
+        The state's arrays, each of the flat array's size.
+    size : int
+        Of the flat array.
 
     Attributes
     ----------
     slots : list of NDArray
-        The state's arrays, of the weight's size.
+        The state's arrays.
     """
 
-    def __init__(
-        self, optimizer: opt.Optimizer, index: Any, weight: nd.NDArray
-    ) -> None:
-        self._whole = optimizer.create_state_multi_precision(index, weight)
-        self._size = weight.size
-        self._views: dict[tuple[int, int], Any] = {(0, weight.size): self._whole}
-        self.slots = flatten(self._whole)
+    def __init__(self, whole: Any, size: int) -> None:
+        self._views: dict[tuple[int, int], Any] = {(0, size): whole}
+        self._whole = whole
+        self.slots = flatten(whole)
+
+    @classmethod
+    def of_optimizer(
+        cls, optimizer: opt.Optimizer, index: Any, weight: nd.NDArray
+    ) -> FlatState:
+        """An optimizer's state of a float32 `weight`, at its first values."""
+        return cls(optimizer.create_state_multi_precision(index, weight), weight.size)
 
     def of(self, run: Run) -> Any:
         """The state of a run, in the optimizer's own structure."""

@@ -185,16 +185,18 @@ class Pipeline:
         if self._config.delay == 0:
             return
         local, places = block.make_local(), []
+        if self._rule.reads_local:
+            block.bring_local()
         for run in self._runs(block):
             part = self._part(block, run)
             new, old = block.cut(local, run), block.cut(block.global_weight, run)
             gradient = block.gradient
             if block.is_pack:
                 gradient = gradient._slice(run.start, run.stop)
-            if self._schedule.is_warmup(part.count):
-                self._rule.observe(part, new, old, gradient)
-                continue
             previous = None if block.spare is None else block.cut(block.spare, run)
+            if self._schedule.is_warmup(part.count):
+                self._rule.observe(part, new, old, previous, gradient)
+                continue
             self._rule.update(part, new, old, previous, gradient)
             places += run.members
         if places:
@@ -228,7 +230,8 @@ class Pipeline:
         for place in block.present:
             record = block.records[place]
             multipliers = multipliers_of(self._optimizer, record.index)
-            alike[place] = (record.update, *multipliers)
+            kept = self._rule.likeness(block, place)
+            alike[place] = (record.update, *multipliers, kept)
         return runs([record.size for record in block.records], alike)
 
     def _part(self, block: Block, run: Run) -> local_update.Part:

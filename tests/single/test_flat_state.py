@@ -42,7 +42,7 @@ def test_flatten_goes_through_any_nesting():
 
 
 def test_state_of_a_run_shares_the_whole_state_s_memory():
-    state = FlatState(opt.Adam(), 0, nd.ones(6))
+    state = FlatState.of_optimizer(opt.Adam(), 0, nd.ones(6))
     mean, square = state.of(Run(2, 5, (1,)))
     mean[:] = 7
     assert (mean.shape, square.shape) == ((3,), (3,))
@@ -52,7 +52,7 @@ def test_state_of_a_run_shares_the_whole_state_s_memory():
 
 
 def test_no_state_stays_none():
-    state = FlatState(opt.SGD(), 0, nd.ones(6))
+    state = FlatState.of_optimizer(opt.SGD(), 0, nd.ones(6))
     assert state.slots == []
     assert state.of(Run(0, 3, (0,))) is None
 
@@ -81,7 +81,7 @@ def test_update_of_a_run_is_each_member_s_own_bit_for_bit(kind):
     start = random.normal(0, 1, sum(SIZES)).astype("float32")
     flat, gradient = nd.array(start), nd.zeros(start.size)
     state, optimizer = (
-        FlatState(kind(**settings(kind)), 0, flat),
+        FlatState.of_optimizer(kind(**settings(kind)), 0, flat),
         kind(**settings(kind)),
     )
     ends = np.cumsum(SIZES)

@@ -92,6 +92,10 @@ def step(net, made):
             {"optimizer": "rmsprop", "local_optimizer": "mirror"},
             ["'mirror'", "RMSProp"],
         ),
+        (
+            {"local_optimizer": "dcsgd", "local_optimizer_params": {"lambda": 1}},
+            ["'dcsgd'", "lambda", "allowed", "lamda", "adaptive"],
+        ),
         ({"compression_params": {"type": "1bit"}}, ["'1bit'", "'fp16'", "'2bit'"]),
         (
             {"compression_params": {"type": "fp16"}, "local_optimizer": "mirror"},
@@ -101,17 +105,6 @@ def step(net, made):
 )
 def test_wrong_argument_is_refused_at_construction(settings, parts):
     refused(parts, trainer, **settings)
-
-
-@pytest.mark.parametrize(
-    "settings, parts",
-    [
-        ({"local_optimizer": "dcsgd"}, ["'dcsgd'", "'auto' or 'sgd'"]),
-        ({"optimizer": "nag", "local_optimizer": "mirror"}, ["'mirror' for NAG"]),
-    ],
-)
-def test_planned_argument_is_refused_by_name(settings, parts):
-    refused([*parts, "not supported yet"], trainer, kind=NotSupportedYet, **settings)
 
 
 @pytest.mark.parametrize("given", [{"type": "fp16"}, {"type": "2bit", "threshold": 2}])

@@ -123,7 +123,7 @@ def documented():
 DOCUMENTED = dict(documented())
 # These are called through a base class, which documents them.
 INHERITED = re.compile(
-    r"(\.Native|\.Standalone|\.MirrorSGD|\.Replica|\.NamedOptimizer)\."
+    r"\.(Native|Standalone|Mirror\w+|Replica|NamedOptimizer|DelayCompensation)\."
 )
 
 
