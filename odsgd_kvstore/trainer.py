@@ -60,10 +60,10 @@ class Trainer(gluon.Trainer):
         'dist_odsgd' (gradients of several devices are summed on the CPU),
         'dist_device_odsgd' (on the first device), or a store.
     local_optimizer : str, optional
-        Local update rule; default 'auto': `mirror` for SGD, else `replica`. An
-        optimizer's name is the paper's recipe, 'none' its ablation.
+        Local update rule; default 'auto': `mirror` for SGD, NAG and Adam, else
+        `replica`. An optimizer's name is the paper's recipe, 'none' its ablation.
     local_optimizer_params : dict, optional
-        Parameters of a rule that is an optimizer's name.
+        Parameters of `dcsgd`, or of a rule that is an optimizer's name.
     warmup_steps : int, optional
         Synchronous updates of each parameter before the delay, >= 0; default 200.
     delay : int, optional
