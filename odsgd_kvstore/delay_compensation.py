@@ -69,6 +69,7 @@ class DelayCompensation(NamedOptimizer):
 
     def update(self, part, local_weight, global_weight, previous, gradient) -> None:
         settings = operator_settings(self._optimizer, part.index)
+        global_weight = global_weight.astype("float32", copy=False)
         gradient = self._scaled(gradient)
         scale = nd.square(gradient)
         if self._optimizer.adaptive:
@@ -83,7 +84,8 @@ class DelayCompensation(NamedOptimizer):
         """A copy, which stands for the sum over the workers, clipped."""
         limit = self._optimizer.clip_gradient
         scaled = gradient * self._optimizer.rescale_grad
-        return nd.clip(scaled, -limit, limit) if limit else scaled
+        # A negative limit is none, as for MXNet's operators.
+        return nd.clip(scaled, -limit, limit) if limit and limit > 0 else scaled
 
     def _note_square(self, part: Any, square: nd.NDArray) -> nd.NDArray:
         """The moving mean of the square, with this one in it."""

@@ -4,9 +4,8 @@
     L(i,t+1) = W(t+1)               for the first K steps (warm-up)
              = Local(W(t), g(i,t))  after them
 
-(Xu et al., ACM TACO 17(4), 2020.) Nothing here knows MXNet or the package. The rules
-compute in float32, in the order of MXNet 1.9.1's operators (optimizer_op-inl.h), and
-are written down once more instead of called, so that they can disagree.
+(Xu et al., ACM TACO 17(4), 2020.) Nothing here knows MXNet or the package. Opt is in
+`oracle_rules.py`, Local in `oracle_local.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from oracle_local import Local
+from oracle_rules import RULES, Hyper, f32
 
-f32 = np.float32
 _ATTRIBUTES = {"lr": "learning_rate"}
 
 
@@ -105,109 +105,13 @@ class Case:
             if since <= step and key in changed:
                 lr_mult, wd_mult = changed[key]
         values = {"wd": 0.0, **values}
-        return Hyper({
-            **values, "learning_rate": values["learning_rate"] * lr_mult,
-            "wd": values["wd"] * wd_mult,
-        })
-
-
-class Hyper:
-    """An optimizer's numbers for one parameter at one step, as float32."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-        self.lr, self.wd = f32(values["learning_rate"]), f32(values["wd"])
-        self.mu = f32(values.get("momentum", 0.0))
-
-    def get(self, name: str, default: float) -> float:
-        return self._values.get(name, default)
-
-    def clip(self, gradient: np.ndarray) -> np.ndarray:
-        """Clipped by value if the optimizer clips."""
-        bound = self._values.get("clip_gradient")
-        return gradient if bound is None else np.clip(gradient, f32(-bound), f32(bound))
-
-
-class Rule:
-    """An optimizer of one parameter, with its state: `rule(hyper, W, g, rescale)`."""
-
-    def __init__(self, weight: np.ndarray) -> None:
-        self.first, self.second = np.zeros_like(weight), np.zeros_like(weight)
-        self.updates = 0
-
-    def __call__(
-        self, hyper: Hyper, weight: np.ndarray, gradient: np.ndarray, rescale: float
-    ) -> np.ndarray:
-        self.updates += 1
-        return self.update(hyper, weight, gradient, f32(rescale))
-
-
-class SGD(Rule):
-    """m = mu m - lr wd W - lr g; W += m."""
-
-    def update(self, hyper, weight, gradient, rescale):
-        self.first = (
-            hyper.mu * self.first - hyper.lr * hyper.wd * weight
-            - _sgd_step(hyper, gradient, rescale)
+        return Hyper(
+            {
+                **values,
+                "learning_rate": values["learning_rate"] * lr_mult,
+                "wd": values["wd"] * wd_mult,
+            }
         )
-        return weight + self.first
-
-
-class NAG(Rule):
-    """m' = mu m; W += mu m' - (1 + mu) lr (g + wd W); m = m' - lr (g + wd W).
-
-    The operator works in place, so that the last W is the new one.
-    """
-
-    def update(self, hyper, weight, gradient, rescale):
-        if hyper.mu == 0:
-            return plain_sgd(hyper, weight, gradient, rescale)
-        held = hyper.mu * self.first
-        scaled = hyper.clip(rescale * gradient)
-        ahead = held - hyper.lr * (scaled + hyper.wd * weight)
-        weight = weight - held + (hyper.mu + f32(1)) * ahead
-        self.first = held - hyper.lr * (scaled + hyper.wd * weight)
-        return weight
-
-
-class Adam(Rule):
-    """Kingma and Ba; the decay is part of the clipped gradient."""
-
-    def update(self, hyper, weight, gradient, rescale):
-        beta1, beta2 = hyper.get("beta1", 0.9), hyper.get("beta2", 0.999)
-        correction = math.sqrt(1 - beta2**self.updates) / (1 - beta1**self.updates)
-        scaled = hyper.clip(gradient * rescale + weight * hyper.wd)
-        b1, b2, one = f32(beta1), f32(beta2), f32(1)
-        self.first = b1 * self.first + (one - b1) * scaled
-        self.second = b2 * self.second + (one - b2) * scaled * scaled
-        step = f32(float(hyper.lr) * correction)
-        epsilon = f32(hyper.get("epsilon", 1e-8))
-        return weight - step * self.first / (np.sqrt(self.second) + epsilon)
-
-
-class RMSProp(Rule):
-    """Tieleman and Hinton; the decay is part of the clipped gradient."""
-
-    def update(self, hyper, weight, gradient, rescale):
-        gamma, one = f32(hyper.get("gamma1", 0.9)), f32(1)
-        scaled = hyper.clip(rescale * gradient + hyper.wd * weight)
-        self.first = (one - gamma) * (scaled * scaled) + gamma * self.first
-        epsilon = f32(hyper.get("epsilon", 1e-8))
-        return weight - hyper.lr * (scaled / np.sqrt(self.first + epsilon))
-
-
-class AdaDelta(Rule):
-    """Zeiler; MXNet's has no learning rate, and adds `wd W` to the step."""
-
-    def update(self, hyper, weight, gradient, rescale):
-        rho, epsilon = hyper.get("rho", 0.9), f32(hyper.get("epsilon", 1e-5))
-        keep, new = f32(rho), f32(1.0 - rho)
-        scaled = hyper.clip(gradient * rescale)
-        self.first = keep * self.first + new * scaled * scaled
-        ratio = np.sqrt(self.second + epsilon) / np.sqrt(self.first + epsilon)
-        step = ratio * scaled
-        self.second = keep * self.second + new * step * step
-        return weight - (step + hyper.wd * weight)
 
 
 @dataclass(frozen=True)
@@ -236,58 +140,6 @@ class Quadratic:
 
 
 QUADRATICS = {"quadratic": Quadratic(), "by hand": Quadratic(((1,),), simple=True)}
-RULES = {
-    "sgd": SGD, "nag": NAG, "adam": Adam, "rmsprop": RMSProp, "adadelta": AdaDelta,
-}
-
-
-def _sgd_step(hyper: Hyper, gradient: np.ndarray, rescale: np.float32) -> np.ndarray:
-    if hyper.get("clip_gradient", None) is None:
-        return hyper.lr * rescale * gradient
-    return hyper.lr * hyper.clip(rescale * gradient)
-
-
-def plain_sgd(
-    hyper: Hyper, weight: np.ndarray, gradient: np.ndarray, rescale: float
-) -> np.ndarray:
-    """(1 - lr wd) W - lr g, as `sgd_update` orders it."""
-    kept = (f32(1) - hyper.lr * hyper.wd) * weight
-    return kept - _sgd_step(hyper, gradient, f32(rescale))
-
-
-class Local:
-    """The local update of one parameter on one rank."""
-
-    def __init__(self, case: Case, weight: np.ndarray) -> None:
-        name = case.rule
-        if name == "auto":
-            name = "mirror" if case.optimizer == "sgd" else "replica"
-        self._case, self.name = case, name
-        kind = RULES.get(case.optimizer if name == "replica" else name)
-        self._rule = None if kind is None else kind(weight)
-        self._before = weight  # W(t-1)
-
-    def __call__(
-        self, key: int, step: int, weight: np.ndarray, gradient: np.ndarray,
-        rescale: float,
-    ) -> np.ndarray:
-        """L(i,t+1) from W(t) and g(i,t); `rescale` brings g to the workers' sum."""
-        values = self._case.values(step)
-        if self.name not in ("mirror", "replica"):
-            values = {**values, "momentum": 0.0, **self._case.rule_params}
-        hyper = self._case.multiplied(values, step, key)
-        before, self._before = self._before, weight
-        if self.name == "none":
-            return weight
-        if self.name != "mirror":
-            return self._rule(hyper, weight, gradient, rescale)
-        if hyper.mu == 0:
-            return plain_sgd(hyper, weight, gradient, rescale)
-        momentum = (
-            hyper.mu * (weight - before) - hyper.lr * hyper.wd * weight
-            - _sgd_step(hyper, gradient, f32(rescale))
-        )
-        return weight + momentum
 
 
 @dataclass
@@ -302,33 +154,51 @@ def replay(
     case: Case,
     start: Mapping[int, np.ndarray],
     gradients: Sequence[Sequence[Mapping[int, np.ndarray]]],
+    assigned: Sequence[tuple[int, int, float]] = (),
 ) -> Trajectory:
-    """The recurrences from `start`, fed with gradients[rank][step][parameter]."""
+    """The recurrences from `start`, fed with gradients[rank][step][parameter].
+
+    `assigned` has (step, parameter, value) of weights that are given before a step.
+    """
     ranks, steps = range(len(gradients)), range(1, len(gradients[0]) + 1)
     rescale = 1.0 / case.batch_size(1, 0)  # the servers keep rank 0's first one
     rules = {key: RULES[case.optimizer](value) for key, value in start.items()}
     local = [{key: Local(case, v) for key, v in start.items()} for _ in ranks]
-    weights = dict(start)
+    weights, beneath = dict(start), [dict(start) for _ in ranks]
     result = Trajectory([], [[] for _ in ranks])
     for step in steps:
+        for key, value in ((k, v) for at, k, v in assigned if at == step):
+            given = np.full_like(weights[key], value)
+            for rank in ranks:
+                local[rank][key].assign(weights[key], given)
+                beneath[rank][key] = given
+            weights[key] = given
         new = dict(weights)
         made = [dict(weights) for _ in ranks]
         for key, weight in weights.items():
             if case.is_paused(step, key):
                 continue
             staged = [
-                _staged(gradients[rank][step - 1][key],
-                        1.0 / case.batch_size(step, rank) / rescale) for rank in ranks
+                _staged(
+                    gradients[rank][step - 1][key],
+                    1.0 / case.batch_size(step, rank) / rescale,
+                )
+                for rank in ranks
             ]
             hyper = case.multiplied(case.values(step), step, key)
             new[key] = rules[key](hyper, weight, sum(staged[1:], staged[0]), rescale)
             for rank in ranks:
                 made[rank][key] = local[rank][key](
-                    key, step, weight, staged[rank], rescale * len(ranks)
+                    key,
+                    step,
+                    weight,
+                    staged[rank],
+                    rescale * len(ranks),
+                    beneath[rank][key],
                 )
                 if rules[key].updates <= case.warmup:
                     made[rank][key] = new[key]
-        weights = new
+        weights, beneath = dict(new), [dict(m) for m in made]
         result.global_weights.append(new)
         for rank in ranks:
             result.local_weights[rank].append(made[rank])

@@ -4,31 +4,31 @@ Each job trains all its cases once, a trainer per case, and every rank returns i
 gradients and the weights it then had; the oracle is fed with these gradients.
 """
 
-import itertools
 import os
 from dataclasses import replace
 
-import mxnet as mx
 import numpy as np
 import pytest
-from oracle import QUADRATICS, Case, replay
+from oracle import QUADRATICS, Case
+from recorded import (
+    ADAM,
+    CUT,
+    FACTOR,
+    MULTIPLIERS,
+    OPTIONS,
+    PLAIN,
+    STEPS,
+    TOLERANCE,
+    WHOLE,
+    assert_close,
+    assert_is_oracle,
+    train,
+    with_option,
+)
 
-import odsgd_kvstore
 from odsgd_kvstore.testing import run_local
 
-STEPS = 20
 LIMIT_S = 240  # of a job
-TOLERANCE = 2e-6  # of the largest weight
-CUT = {"MXNET_KVSTORE_BIGARRAY_BOUND": "64"}  # below the largest parameters' sizes
-PLAIN = {"learning_rate": 0.1, "wd": 0.02}
-WHOLE = {"learning_rate": 0.0625, "momentum": 0.75, "wd": 0.01}
-ADAM = {"learning_rate": 0.02}
-MULTIPLIERS = {1: {0: (2.0, 0.0)}, 9: {0: (0.5, 3.0), 1: (1.5, 2.0)}}
-FACTOR = ("FactorScheduler", {"step": 4, "factor": 0.5, "base_lr": 0.2})
-MULTI = ("MultiFactorScheduler", {"step": [3, 9], "factor": 0.25, "base_lr": 0.2})
-POLY = ("PolyScheduler", {"max_update": 15, "pwr": 2, "base_lr": 0.2})
-COSINE = ("CosineScheduler", {"max_update": 18, "final_lr": 0.01, "base_lr": 0.2})
-
 RULE_CASES = {
     "none": Case(params=WHOLE, rule="none"),
     "mirror": Case(params=WHOLE, rule="mirror"),
@@ -48,33 +48,20 @@ RULE_CASES = {
 }
 REPLICAS = {
     f"replica of {name}": Case(
-        name, {**ADAM, "wd": 0.01, "clip_gradient": 2.0}, "replica", batch=4, warmup=2,
+        name,
+        {**ADAM, "wd": 0.01, "clip_gradient": 2.0},
+        "replica",
+        batch=4,
+        warmup=2,
         multipliers=MULTIPLIERS,
     )
     for name in ("nag", "adam", "rmsprop", "adadelta")
 }
 REPLICAS["replica of nag, momentum"] = Case("nag", WHOLE, "replica", warmup=1)
-OPTIONS = {  # each with each of the main rules; steps count from 1
-    "clip": {"params": {**WHOLE, "clip_gradient": 0.5}},
-    "batch 10": {"batch": 10},
-    "smaller batches": {"batch": 5, "batches": {6: [3], 12: [2, 5, 1], 20: [1]}},
-    "uneven batches": {"batch": 4, "batches": {1: [4, 8, 2], 7: [2, 1, 4]}},
-    "warm-up 1": {"warmup": 1},
-    "warm-up 5": {"warmup": 5},
-    "set_learning_rate": {"changes": {8: {"learning_rate": 0.02}}, "warmup": 1},
-    "lr, wd": {"changes": {5: {"lr": 0.03}, 11: {"wd": 0.1}, 12: {"lr": 0.1}}},
-    "momentum, clip": {"changes": {7: {"momentum": 0.25}, 9: {"clip_gradient": 0.3}}},
-    "multipliers": {"multipliers": MULTIPLIERS, "warmup": 1},
-    "paused": {"paused": {0: range(8, 12)}, "multipliers": MULTIPLIERS},
-    "paused in warm-up": {"paused": {1: range(2, 7)}, "schedule": FACTOR, "warmup": 3},
-    "Factor": {"schedule": FACTOR},
-    "MultiFactor": {"warmup": 2, "schedule": MULTI},
-    "Poly": {"schedule": POLY},
-    "Cosine": {"schedule": COSINE},
-}
 OPTION_CASES = {
-    f"{rule}, {name}": Case(**{"params": WHOLE, "rule": rule, **option})
-    for rule in ("mirror", "replica", "sgd") for name, option in OPTIONS.items()
+    f"{rule}, {name}": with_option(Case(params=WHOLE, rule=rule), name)
+    for rule in ("mirror", "replica", "sgd")
+    for name in OPTIONS
 }
 NETWORKS = {
     f"network, {name}": replace(case, model="network", batch=6)
@@ -94,7 +81,8 @@ BY_HAND = {
 CASES = {**RULE_CASES, **REPLICAS, **OPTION_CASES, **NETWORKS, **BY_HAND}
 FEW_CASES = {**RULE_CASES, **NETWORKS, **BY_HAND}
 SOME_CASES = {
-    **FEW_CASES, **REPLICAS,
+    **FEW_CASES,
+    **REPLICAS,
     "mirror, batch 10": OPTION_CASES["mirror, batch 10"],
     "mirror, uneven batches": OPTION_CASES["mirror, uneven batches"],
 }
@@ -111,7 +99,9 @@ PLAIN_SGD = {
 }
 MIRROR_ENV = {"ODSGD_LOCAL_OPTIMIZER": "mirror", "ODSGD_WARMUP_STEPS": "3"}
 SGD_ENV = {
-    "ODSGD_LOCAL_OPTIMIZER": "sgd", "ODSGD_WARMUP_STEPS": "0", "ODSGD_LOCAL_LR": "0.03",
+    "ODSGD_LOCAL_OPTIMIZER": "sgd",
+    "ODSGD_WARMUP_STEPS": "0",
+    "ODSGD_LOCAL_LR": "0.03",
 }
 JOBS = {  # workers, servers, environment, cases
     "1 worker, 2 servers": (1, 2, CUT, FEW_CASES),
@@ -121,102 +111,6 @@ JOBS = {  # workers, servers, environment, cases
     "plain, mirror": (2, 1, MIRROR_ENV, PLAIN_MIRROR),
     "plain, sgd": (2, 1, SGD_ENV, PLAIN_SGD),
 }
-
-
-def build(model):
-    """(parameters, loss of a step on a rank) of a model."""
-    if model == "network":
-        net = mx.gluon.nn.HybridSequential()
-        net.add(
-            mx.gluon.nn.Dense(16, in_units=8, activation="tanh"),
-            mx.gluon.nn.Dense(4, in_units=16),
-        )
-        net.initialize(mx.init.Xavier())
-        criterion = mx.gluon.loss.SoftmaxCrossEntropyLoss()
-
-        def loss(rank, step):
-            random = np.random.RandomState(1000 * step + rank)
-            x = mx.nd.array(random.normal(0, 1, (6, 8)))
-            return criterion(net(x), mx.nd.array(random.randint(0, 4, 6))).sum()
-
-        return list(net.collect_params().values()), loss
-    quadratic = QUADRATICS[model]
-    params = [mx.gluon.Parameter(str(shape), shape=shape) for shape in quadratic.shapes]
-    for param in params:
-        param.initialize(mx.init.Zero() if quadratic.simple else mx.init.Normal(1))
-
-    def quadratic_loss(rank, step):
-        terms = []
-        for key, param in enumerate(params):
-            away = param.data() - mx.nd.array(quadratic.optimum(key, rank, step))
-            curved = mx.nd.array(quadratic.curvature(key)) * away * away
-            terms.append(curved.sum() / 2)
-        return mx.nd.add_n(*terms)
-
-    return params, quadratic_loss
-
-
-def make_trainer(case, params, is_plain):
-    """The trainer of a case: ours, or MXNet's with nothing but the flag."""
-    options = dict(case.params)
-    if case.schedule is not None:
-        name, arguments = case.schedule
-        options.pop("learning_rate", None)
-        options["lr_scheduler"] = getattr(mx.lr_scheduler, name)(**arguments)
-    if is_plain:
-        return mx.gluon.Trainer(params, case.optimizer, options, kvstore="dist_odsgd")
-    return odsgd_kvstore.Trainer(
-        params, case.optimizer, options, local_optimizer=case.rule,
-        local_optimizer_params=case.rule_params, warmup_steps=case.warmup,
-    )
-
-
-def prepare(case, step, trainer, params):
-    """What the user changes before a step."""
-    for name, value in case.changes.get(step, {}).items():
-        if name == "learning_rate":
-            trainer.set_learning_rate(value)
-        else:
-            setattr(trainer._optimizer, name, value)
-    for key, (lr_mult, wd_mult) in case.multipliers.get(step, {}).items():
-        params[key].lr_mult, params[key].wd_mult = lr_mult, wd_mult
-    for key in case.paused:
-        params[key].grad_req = "null" if case.is_paused(step, key) else "write"
-
-
-def train(case, is_plain, rank, watched=True):
-    """Train a case; what was seen, by step and parameter.
-
-    Not watched, nothing is waited for before the end, and W is not looked at.
-    """
-    mx.random.seed(100 + rank)  # so that only rank 0's initial weights count
-    params, loss_of = build(case.model)
-    trainer = make_trainer(case, params, is_plain)
-    seen = {"start": [copies(params)], "gradient": [], "local": [], "global": []}
-    for step in range(1, STEPS + 1):
-        prepare(case, step, trainer, params)
-        with mx.autograd.record():
-            loss = loss_of(rank, step)
-        loss.backward()
-        seen["gradient"].append(
-            {k: p.grad().copy() for k, p in enumerate(params) if p.grad_req != "null"}
-        )
-        trainer.step(case.batch_size(step, rank))
-        seen["local"].append(copies(params))
-        if watched:
-            with odsgd_kvstore.global_weights(trainer):
-                seen["global"].append(copies(params))
-    odsgd_kvstore.synchronize(trainer)
-    seen["end"] = [copies(params)]
-    return {
-        what: [{key: a.asnumpy() for key, a in arrays.items()} for arrays in by_step]
-        for what, by_step in seen.items()
-    }
-
-
-def copies(params):
-    """The parameters' values; returns before they are there."""
-    return {key: param.data().copy() for key, param in enumerate(params)}
 
 
 def train_all(cases, is_plain):
@@ -250,27 +144,11 @@ ALL = [(job, name) for job, (_, _, _, cases) in JOBS.items() for name in cases]
 QUADRATIC = [pair for pair in ALL if "network" not in pair[1]]
 
 
-def assert_close(got, want, exact, where):
-    """Equal for every parameter: bit for bit, or to TOLERANCE of the largest weight."""
-    for key in want:
-        if exact:
-            np.testing.assert_array_equal(got[key], want[key], err_msg=f"{where} {key}")
-            continue
-        error = np.abs(got[key].astype("float64") - want[key]).max()
-        limit = TOLERANCE * np.abs(want[key]).max()
-        assert error <= limit, f"{where}, parameter {key}: off by {error}"
-
-
 @pytest.mark.parametrize("job, name", ALL)
 def test_weights_equal_the_oracle_after_every_step(jobs, job, name):
-    seen, case = [rank[name] for rank in jobs(job)], JOBS[job][3][name]
-    want = replay(case, seen[0]["start"][0], [rank["gradient"] for rank in seen])
-    exact = len(seen) < 3 and case.optimizer == "sgd" and case.rule != "adam"
-    for step, (rank, got) in itertools.product(range(STEPS), enumerate(seen)):
-        for what, wanted in (("global", want.global_weights),
-                             ("local", want.local_weights[rank])):
-            where = f"{what}, rank {rank}, step {step + 1}"
-            assert_close(got[what][step], wanted[step], exact, where)
+    ranks, case = [seen[name] for seen in jobs(job)], JOBS[job][3][name]
+    is_exact = len(ranks) < 3 and case.optimizer == "sgd" and case.rule != "adam"
+    assert_is_oracle(ranks, case, is_exact)
 
 
 @pytest.mark.parametrize("job, name", ALL)
@@ -333,10 +211,18 @@ def test_mean_of_the_local_weights_is_the_next_global_weight(jobs, job, name):
 @pytest.mark.parametrize(
     "rule, global_, local_0, local_1",
     [
-        ("mirror", [0.4, 0.92, 1.396, 1.7548], [0.2, 0.76, 1.228, 1.5884],
-         [0.6, 1.08, 1.564, 1.9212]),
-        ("sgd", [0.4, 0.92, 1.436, 1.8588], [0.2, 0.56, 1.008, 1.4344],
-         [0.6, 0.88, 1.344, 1.7672]),
+        (
+            "mirror",
+            [0.4, 0.92, 1.396, 1.7548],
+            [0.2, 0.76, 1.228, 1.5884],
+            [0.6, 1.08, 1.564, 1.9212],
+        ),
+        (
+            "sgd",
+            [0.4, 0.92, 1.436, 1.8588],
+            [0.2, 0.56, 1.008, 1.4344],
+            [0.6, 0.88, 1.344, 1.7672],
+        ),
     ],
 )
 def test_quadratic_equals_the_hand_computed_numbers(

@@ -124,7 +124,7 @@ def momentum_sgd():
     return opt.SGD(**MOMENTUM, clip_gradient=0.8)
 
 
-@pytest.mark.parametrize("rule", ["mirror", "replica", "none", "sgd", "adam"])
+@pytest.mark.parametrize("rule", ["mirror", "replica", "none", "sgd", "adam", "dcsgd"])
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_every_rule_updates_members_as_if_alone(monkeypatch, rule, warmup):
     controls = {"local_optimizer": rule, "warmup_steps": warmup}
