@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any, Tuple
 
 import numpy as np
 from convergence_run import Run
 
 PARTITIONS = ("iid", "classes")
 TEST_BATCH = 1000
-Batch = tuple  # of images (n, channels, height, width) and labels (n,), float32
+BLOCK_NUMBERS = 1 << 20
+Batch = Tuple[Any, Any]  # NDArrays: images (n, channels, height, width), labels (n,)
 
 
 class DataError(ValueError):
@@ -62,7 +63,7 @@ class ArrayBatches:
         self._test = [a[: run.max_test][rank :: run.num_workers] for a in test]
         self._scale = _by_channel(1 / (white * np.asarray(deviation)))
         self._shift = _by_channel(-np.asarray(mean) / deviation)
-        self._flips = flips
+        self._flips, self._test_batches = flips, []
         self.steps_per_epoch = count_steps(run, len(self._labels))
         if run.partition not in PARTITIONS:
             raise DataError(
@@ -87,14 +88,21 @@ class ArrayBatches:
         return order[np.argsort(self._labels[order], kind="stable")]
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """The training batches of an epoch, counted from 0."""
-        mirrored = self.mirrored(epoch)
-        for index in self.indices(epoch):
+        """The training batches of an epoch, counted from 0.
+
+        Several are handed to MXNet at once: an array takes its values only when
+        MXNet has done all it can do, which would hold up the host at each batch.
+        """
+        indices, mirrored = self.indices(epoch), self.mirrored(epoch)
+        numbers = self._run.batch_size * self._images[0].size
+        count = max(1, BLOCK_NUMBERS // numbers)
+        for start in range(0, len(indices), count):
+            index = indices[start : start + count]
             images = self._images[index]
             if mirrored is not None:
                 chosen = mirrored[index]
                 images[chosen] = images[chosen, ..., ::-1]
-            yield self._plain(images), self._labels[index].astype("float32")
+            yield from zip(*self._batch(images, self._labels[index]))
 
     def mirrored(self, epoch: int) -> np.ndarray | None:
         """Which samples are mirrored in an epoch, whoever gets them; None: never."""
@@ -102,24 +110,31 @@ class ArrayBatches:
             return None
         return _random(self._run, epoch, 0).rand(len(self._labels)) < 0.5
 
-    def test(self) -> Iterator[Batch]:
+    def test(self) -> list[Batch]:
         """This rank's share of the test images, in large batches."""
         images, labels = self._test
-        for start in range(0, len(labels), TEST_BATCH):
-            part = slice(start, start + TEST_BATCH)
-            yield self._plain(images[part]), labels[part].astype("float32")
+        if not self._test_batches:
+            parts = [
+                slice(start, start + TEST_BATCH)
+                for start in range(0, len(labels), TEST_BATCH)
+            ]
+            self._test_batches = [self._batch(images[p], labels[p]) for p in parts]
+        return self._test_batches
 
-    def fixed(self, count: int) -> Iterator[np.ndarray]:
+    def fixed(self, count: int) -> Iterator[Any]:
         """The first `count` training images, not mirrored, equal on every rank."""
         size = self._run.batch_size
-        count = min(count, len(self._labels)) // size * size
-        for start in range(0, count, size):
-            yield self._plain(self._images[start : start + size])
+        for start in range(0, min(count, len(self._labels)) - size + 1, size):
+            part = slice(start, start + size)
+            yield self._batch(self._images[part], self._labels[part])[0]
 
-    def _plain(self, images: np.ndarray) -> np.ndarray:
+    def _batch(self, images: np.ndarray, labels: np.ndarray) -> Batch:
+        """Normalised, float32, as NDArrays."""
+        from mxnet import nd
+
         normal = images * self._scale
         normal += self._shift
-        return normal
+        return nd.array(normal), nd.array(labels, dtype="float32")
 
 
 def _by_channel(values: np.ndarray) -> np.ndarray:

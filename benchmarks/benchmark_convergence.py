@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import convergence_options
-import datasets
 import report
 from batches import DataError
+from convergence_check import RunError, check_runs
 from convergence_job import execute
 from convergence_options import Options
 from convergence_report import publish
@@ -24,6 +24,8 @@ from convergence_statistics import setting_of
 from convergence_store import Contents, Result, Store
 
 from odsgd_kvstore.errors import LaunchError
+
+CACHE = "cache"  # of decoded data, inside the results' folder
 
 
 def main(options: Options) -> int:
@@ -67,15 +69,15 @@ def list_runs(runs: Sequence[Run], contents: Contents) -> None:
 def about(runs: Sequence[Run], contents: Contents) -> str:
     """How many runs there are, and how many are stored."""
     num_stored = sum(run in contents.results for run in runs)
-    return f"{len(runs)} runs, {num_stored} of them stored already"
+    return f"{num_stored} of {len(runs)} runs are stored already"
 
 
 def make_runs(options: Options, store: Store) -> int:
     """Make all runs that are not stored; return how many jobs broke."""
-    check(options)
     contents = store.read()
     known = dict(contents.results)
     missing = [run for run in options.runs if run not in known]
+    check_runs(missing, options.data, options.folder / CACHE)
     if missing and options.times_count:
         report.warn_if_busy()
     print(about(options.runs, contents), flush=True)
@@ -95,19 +97,10 @@ def make_runs(options: Options, store: Store) -> int:
     return num_broken
 
 
-def check(options: Options) -> None:
-    """Decode the data, and refuse runs that could not be made, before any starts."""
-    for dataset in sorted({run.dataset for run in options.runs}):
-        folder = datasets.prepare(dataset, options.data, options.folder / "cache")
-        for run in options.runs:
-            if run.dataset == dataset:
-                datasets.open_dataset(run, folder, rank=0)
-
-
 def make_run(run: Run, options: Options, store: Store) -> dict[str, Any]:
     """Train, and keep what it came to."""
     origin = report.provenance()
-    cache = options.folder / "cache"
+    cache = options.folder / CACHE
     outcome = execute(run, options.data, cache, timeout_s=options.timeout_s)
     store.save(run, {**outcome, "provenance": origin})
     return outcome
@@ -153,7 +146,7 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")
     try:
         sys.exit(main(convergence_options.parse(about=__doc__)))
-    except (DataError, LaunchError) as error:
+    except (DataError, LaunchError, RunError) as error:
         text = str(error).replace("--emulate-bandwidth", "--rate")
         sys.exit(f"benchmark_convergence: {text}")
     except KeyboardInterrupt:

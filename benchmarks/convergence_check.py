@@ -44,7 +44,7 @@ def check_runs(runs: Iterable[Run], data: Path | None, cache: Path) -> None:
         _check_network(run)
     for name in sorted({run.dataset for run in chosen}):
         folder = datasets.prepare(name, data, cache)
-        sizes = "batch_size", "num_workers", "max_train", "max_test"
+        sizes = "partition", "batch_size", "num_workers", "max_train", "max_test"
         for run in _first_with_new(chosen, "dataset", *sizes):
             if run.dataset == name:
                 datasets.open_dataset(run, folder, rank=0)

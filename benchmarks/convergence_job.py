@@ -89,16 +89,16 @@ def execute(
 
 def combine(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of a job from those of its ranks."""
-    first, num_test = reports[0], sum(r["num_test"] for r in reports)
+    first = reports[0]
     losses = [
         [points[0][0], _finite(sum(loss for _, loss in points) / len(points))]
         for points in zip(*(r["losses"] for r in reports))
     ]
     evaluations = []
     for shares in zip(*(r["evaluations"] for r in reports)):
-        steps, seconds, right, total = zip(*shares)
-        loss = _finite(sum(total) / num_test)
-        evaluations.append([steps[0], max(seconds), sum(right) / num_test, loss])
+        steps, seconds, right, total, counts = zip(*shares)
+        loss = _finite(sum(total) / sum(counts))
+        evaluations.append([steps[0], max(seconds), sum(right) / sum(counts), loss])
     return {
         "num_steps": first["num_steps"],
         "num_parameters": first["num_parameters"],

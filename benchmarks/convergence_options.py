@@ -87,10 +87,9 @@ def parse(arguments: list[str] | None = None, about: str = "") -> Options:
 
 def _preset(name: str | None, given: dict[str, Any]) -> Preset:
     """The preset with the user's changes."""
-    own = {field: value for field, value in given.items()}
     if name is None and "dataset" in given:
-        return own_preset(given["dataset"]).changed(own)
-    return presets()[name or "smoke"].changed(own)
+        return own_preset(given["dataset"]).changed(given)
+    return presets()[name or "smoke"].changed(given)
 
 
 def _check_data(
@@ -107,8 +106,10 @@ def _check_data(
 
 def _parser(about: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        usage="%(prog)s [--preset NAME] [--data FOLDER] [OPTION ...]",
         description=about,
         epilog=EPILOG,
+        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -231,5 +232,6 @@ def rate(text: str) -> str:
     try:
         parse_rate(text)
     except LaunchError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        message = str(error).replace("--emulate-bandwidth", "--rate")
+        raise argparse.ArgumentTypeError(message) from None
     return text

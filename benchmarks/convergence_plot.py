@@ -38,7 +38,7 @@ MAX_COLUMNS = 3
 ACCURACY_TICKS = (10, 30, 50, 60, 70, 80, 85, 90, 93, 95, 96, 97, 98, 99, 99.5)
 SPREAD_FROM = 90  # percent
 BEYOND = 100.3  # so that 100 % has a place
-DIFFERENCE_TICKS = (-80, -30, -10, -3, -1, 0, 1, 3)
+DIFFERENCE_TICKS = (-80, -30, -10, -3, -1, 0, 1, 3, 10, 30, 80)
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,16 @@ CURVES = (
 )
 
 
+def is_available() -> bool:
+    """Whether pictures can be drawn; a note on standard output if not."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        print("\nNo pictures: they need matplotlib; install '.[benchmarks]'.")
+        return False
+    return True
+
+
 def draw(section: Section, results: Sequence[Result], folder: Path) -> list[Path]:
     """Write the pictures of a section.
 
@@ -118,14 +128,10 @@ def draw(section: Section, results: Sequence[Result], folder: Path) -> list[Path
     Returns
     -------
     list of Path
-        What was written; nothing, with a note on standard output, if matplotlib is
-        not installed.
+        What was written.
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        print("\nNo pictures: they need matplotlib; install '.[benchmarks]'.")
-        return []
+    import matplotlib
+
     matplotlib.use("Agg")
     paths = [_draw_curves(section, curves, results, folder) for curves in CURVES]
     return paths + _draw_differences(section, results, folder)
@@ -277,7 +283,7 @@ def _finish(
     lines = {line.get_label(): line for axes in figure.axes for line in axes.lines}
     if methods:
         handles = [lines[method] for method in methods]
-        columns = min(len(methods), max(3, int(figure.get_figwidth() / 1.7)))
+        columns = min(len(methods), max(4, int(figure.get_figwidth() / 1.7)))
         figure.legend(handles, methods, loc="outside lower center", ncols=columns)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{section.slug}-{name}.png"

@@ -25,6 +25,8 @@ NETWORKS = {
 }
 CORE = ("dist_sync", "dist_async scaled", "none", "sgd", "mirror", "replica")
 DAY_S = 24 * 3600.0
+# Fields of a run of which a preset has several values, and their names there.
+SEVERAL = {"method": "methods", "num_workers": "num_workers", "seed": "seeds"}
 
 
 @dataclass(frozen=True)
@@ -96,21 +98,18 @@ class Preset:
         Parameters
         ----------
         given : mapping
-            Fields of `Run`; 'method', 'num_workers', 'learning_rate' and 'seed' as
-            tuples, which take the place of the preset's.
+            Fields of `Run`; several values of method, num_workers, learning_rate and
+            seed, which take the place of the preset's.
         """
         own = dict(given)
-        change: dict[str, Any] = {}
-        for name, ours in (("method", "methods"), ("seed", "seeds")):
-            if name in own:
-                change[ours] = own.pop(name)
-        if "num_workers" in own:
-            change["num_workers"] = own.pop("num_workers")
-        change["learning_rates"] = self._rates(own)
+        change: dict[str, Any] = {"learning_rates": self._rates(given)}
         if "learning_rate" in own:
             change["samples_per_rate"] = None
-        own.pop("optimizer", None)
-        own.pop("learning_rate", None)
+        for name, ours in SEVERAL.items():
+            if name in own:
+                change[ours] = tuple(dict.fromkeys(own.pop(name)))
+        for name in ("optimizer", "learning_rate"):
+            own.pop(name, None)
         return dataclasses.replace(self, base={**self.base, **own}, **change)
 
     def _rates(self, given: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
@@ -121,7 +120,8 @@ class Preset:
             usual = RATES.get((self.base["dataset"], name), (Run.learning_rate,))
             rates = {name: rates.get(name, usual)}
         if "learning_rate" in given:
-            rates = {name: tuple(given["learning_rate"]) for name in rates}
+            chosen = tuple(dict.fromkeys(given["learning_rate"]))
+            rates = dict.fromkeys(rates, chosen)
         return rates
 
 
@@ -153,7 +153,7 @@ def presets() -> dict[str, Preset]:
 
 def _smoke() -> Preset:
     base = {"dataset": "digits", "network": "conv", "epochs": 6, "num_evaluations": 6}
-    about = "digits: that everything works, in two minutes"
+    about = "that everything works, on the digits in two minutes"
     return Preset(about, base, CORE, (2,), (1, 2), _rates("digits"), timeout_s=300)
 
 

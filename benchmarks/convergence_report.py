@@ -21,6 +21,10 @@ with its standard error; intervals are Student's. A training has failed if its a
 is below twice that of guessing; it counts with the accuracy it has. Training losses \
 are those of the batches, at the weights at which the gradients were computed."""
 
+ABOUT_CLAIMS = """\
+'so far': some of the preset's runs are still missing. Whether the order is as \
+predicted is decided by the means alone; see the standard errors."""
+
 
 def publish(
     contents: Contents, folder: Path, chosen: Collection[Section] | None
@@ -42,13 +46,15 @@ def publish(
         What was written.
     """
     written: list[Path] = []
+    draws = convergence_plot.is_available()
     page = [f"# Convergence\n\n{ABOUT}\n\n{origins(contents.results.values())}"]
     checks = check_claims(contents.results.values())
-    page.append(f"## Claims\n\n{claims_table(checks).markdown()}")
+    page.append(f"## Claims\n\n{ABOUT_CLAIMS}\n\n{claims_table(checks).markdown()}")
     for section, results in by_section(contents.results.values()).items():
         tables = tables_of(section, results)
         if chosen is None or section in chosen:
-            written += convergence_plot.draw(section, results, folder)
+            if draws:
+                written += convergence_plot.draw(section, results, folder)
             heading = f"{section.title}\n{'=' * len(section.title)}\n{section.about}"
             texts = [heading, *(table.text() for table in tables)]
             print("\n" + "\n\n".join(texts), flush=True)

@@ -178,7 +178,7 @@ def _in_words(name: str, value: object) -> str:
         "partition": "data by {}",
         "schedule": "schedule {}",
         "warmup_steps": "warm-up {} steps",
-        "lr_warmup_epochs": "lr rises for {} epochs",
+        "lr_warmup_epochs": "lr rises for {} epochs at first",
         "max_train": "{} samples",
         "max_test": "{} test samples",
     }

@@ -11,13 +11,13 @@ import math
 from dataclasses import dataclass
 from typing import Iterable, Mapping, Sequence
 
+import datasets
 import numpy as np
 from convergence_run import METHODS, Run
 from convergence_store import Result
 from scipy import stats
 
 BASELINE = "dist_sync"
-NUM_CLASSES = {"digits": 10, "mnist": 10, "cifar10": 10, "imagenet": 1000}
 CONFIDENCE = 0.95
 
 Setting = Run  # without method and seed; see setting_of
@@ -101,7 +101,7 @@ def by_method(results: Iterable[Result]) -> dict[str, list[Result]]:
 
 def is_failed(result: Result) -> bool:
     """Whether the training is hardly better than guessing: below twice chance."""
-    chance = 100 / NUM_CLASSES.get(result.run.dataset, 10)
+    chance = 100 / datasets.find(result.run.dataset).num_classes
     return not result.accuracy >= 2 * chance  # nan is a failure
 
 

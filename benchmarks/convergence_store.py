@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterator, Mapping
@@ -141,7 +142,7 @@ class Store:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(_finite(content), indent=1, allow_nan=False) + "\n"
-        temporary = self.folder / f".{run.name}.{os.getpid()}.tmp"
+        temporary = self.folder / f".{run.name}.{secrets.token_hex(4)}.tmp"
         try:
             temporary.write_text(text, encoding="utf-8")
             for name in _names(run, failed=content["status"] != "ok"):

@@ -49,7 +49,7 @@ class Table:
     Parameters
     ----------
     title : str
-        What the rows have in common.
+        What the rows have in common; may be empty.
     header, rows : sequences of str
         Every row is as long as the header.
     num_left : int
@@ -70,7 +70,7 @@ class Table:
         rule = ["---" if i < self.num_left else "--:" for i in range(len(self.header))]
         cells = [self.header, rule, *self.rows]
         lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in cells]
-        return "\n".join([f"**{self.title}**", "", *lines])
+        return "\n".join([f"**{self.title}**\n" if self.title else "", *lines]).lstrip()
 
 
 def group_table(

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def global_weights(run: Run, trainer: gluon.Trainer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def population_statistics(net: gluon.Block, images: list[mx.nd.NDArray]) -> Iterator:
+def population_statistics(net: gluon.HybridBlock, images: Iterable[Any]) -> Iterator:
     """BatchNorm's running statistics are those of `images` at the weights there are.
 
     A worker's running statistics are means over its latest batches at the weights it
@@ -131,17 +131,14 @@ def population_statistics(net: gluon.Block, images: list[mx.nd.NDArray]) -> Iter
     Parameters
     ----------
     net : HybridBlock
-    images : list of NDArray
-        Batches of equal size, as large as in training.
+    images : iterable of NDArray
+        Batches of equal size, as large as in training; not read without BatchNorm.
     """
     norms = find_norms(net)
-    if not norms:
-        yield
-        return
     old = [[s.data().copy() for s in statistics(norm)] for norm in norms]
-    for norm, sums in zip(norms, sum_moments(net, norms, images)):
-        for statistic, total in zip(statistics(norm), sums):
-            statistic.data()[:] = total / len(images)
+    for norm, moments in zip(norms, mean_moments(net, norms, images)):
+        for statistic, moment in zip(statistics(norm), moments):
+            statistic.data()[:] = moment
     try:
         yield
     finally:
@@ -159,9 +156,7 @@ def find_norms(net: gluon.Block) -> list[nn.BatchNorm]:
 
 def is_norm(block: gluon.Block) -> bool:
     """Whether a layer normalises by the batch in training."""
-    return (
-        isinstance(block, nn.BatchNorm) and not block._kwargs["use_global_stats"]
-    )
+    return isinstance(block, nn.BatchNorm) and not block._kwargs["use_global_stats"]
 
 
 def statistics(norm: nn.BatchNorm) -> list[gluon.Parameter]:
@@ -169,41 +164,43 @@ def statistics(norm: nn.BatchNorm) -> list[gluon.Parameter]:
     return [norm.running_mean, norm.running_var]
 
 
-def sum_moments(
-    net: gluon.HybridBlock, norms: list[nn.BatchNorm], images: list[mx.nd.NDArray]
+def mean_moments(
+    net: gluon.HybridBlock, norms: list[nn.BatchNorm], images: Iterable[Any]
 ) -> list[list[mx.nd.NDArray]]:
-    """Mean and variance of what goes into each layer, summed over the batches."""
-    sums = [[s.data().zeros_like() for s in statistics(norm)] for norm in norms]
+    """Mean and variance of what goes into each layer, averaged over the batches."""
+    if not norms:
+        return []
+    sums = {norm: [s.data().zeros_like() for s in statistics(norm)] for norm in norms}
 
     def add(norm: nn.BatchNorm, inputs: tuple) -> None:
         axis = norm._kwargs["axis"] % inputs[0].ndim
         others = tuple(i for i in range(inputs[0].ndim) if i != axis)
-        for total, moment in zip(by_norm[norm], mx.nd.moments(inputs[0], axes=others)):
+        for total, moment in zip(sums[norm], mx.nd.moments(inputs[0], axes=others)):
             total += moment
 
-    by_norm = dict(zip(norms, sums))
     # MXNet updates running statistics in the backward pass, which would cost twice the
     # forward pass. What is compiled calls no hooks.
     net.hybridize(False)
     hooks = [norm.register_forward_pre_hook(add) for norm in norms]
     with autograd.train_mode():  # normalise by the batch
-        for batch in images:
+        for count, batch in enumerate(images, 1):
             net(batch)
     for hook in hooks:
         hook.detach()
-    net.hybridize()
-    return sums
+    networks.compile_block(net)
+    return [[total / count for total in sums[norm]] for norm in norms]
 
 
-def evaluate(net: gluon.Block, batches: list[tuple]) -> tuple[float, float]:
-    """Right answers among some batches, and the sum of the losses."""
+def evaluate(net: gluon.Block, batches: Iterable[tuple]) -> tuple[int, float, int]:
+    """Right answers among some batches, the sum of the losses, and how many images."""
     measure = gluon.loss.SoftmaxCrossEntropyLoss()
-    right, total = mx.nd.zeros(1), mx.nd.zeros(1)
+    right, total, count = mx.nd.zeros(1), mx.nd.zeros(1), 0
     for images, labels in batches:
         scores = net(images)
         right += (scores.argmax(axis=1) == labels).sum()
         total += measure(scores, labels).sum()
-    return right.asscalar().item(), total.asscalar().item()
+        count += len(labels)
+    return int(right.asscalar()), total.asscalar().item(), count
 
 
 class Device:
@@ -211,6 +208,7 @@ class Device:
 
     def __init__(self, run: Run, net: gluon.Block) -> None:
         self._net, self._measure = net, gluon.loss.SoftmaxCrossEntropyLoss()
+        networks.compile_block(self._measure)
         self._head = mx.nd.ones(run.batch_size)
         self._device = None
         if run.compute_ms:
@@ -254,10 +252,6 @@ class Worker:
             run, self.net.collect_params(), self.num_steps, per_epoch
         )
         self.device = Device(run, self.net)
-        self.fixed = []
-        if find_norms(self.net):
-            self.fixed = [mx.nd.array(i) for i in self.data.fixed(NUM_STATISTICS)]
-        self.test = [tuple(map(mx.nd.array, batch)) for batch in self.data.test()]
         self.evaluations: list[tuple] = []
         self.losses: list[tuple] = []  # step, sum of a batch's losses, number of steps
         self.watch = Stopwatch()
@@ -287,7 +281,7 @@ class Worker:
         is_straggler = run.straggler_ms and self.rank == run.num_workers - 1
         for epoch in range(run.epochs):
             for batch in self.data.epoch(epoch):
-                losses = self.device.forward_backward(*map(mx.nd.array, batch))
+                losses = self.device.forward_backward(*batch)
                 if is_straggler:
                     time.sleep(run.straggler_ms / 1000)
                 self.trainer.step(samples)
@@ -299,10 +293,11 @@ class Worker:
     def _evaluate(self, step: int) -> None:
         """Note accuracy and loss at the global weights, while the watch stands."""
         seconds = self.watch.stop()
-        with global_weights(self.run, self.trainer):
-            with population_statistics(self.net, self.fixed):
-                right, total = evaluate(self.net, self.test)
-        self.evaluations.append((step, seconds, right, total))
+        images = self.data.fixed(NUM_STATISTICS)
+        at_weights = global_weights(self.run, self.trainer)
+        with at_weights, population_statistics(self.net, images):
+            figures = evaluate(self.net, self.data.test())
+        self.evaluations.append((step, seconds, *figures))
         self.watch.go_on()
 
     def _report(self) -> dict[str, Any]:
@@ -312,7 +307,6 @@ class Worker:
         return {
             "num_steps": self.num_steps,
             "num_parameters": networks.num_parameters(self.net),
-            "num_test": sum(len(labels) for _, labels in self.test),
             "losses": [
                 (step, total.sum().asscalar().item() / (size * count))
                 for step, total, count in self.losses

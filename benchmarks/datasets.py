@@ -9,15 +9,17 @@ import json
 import math
 import os
 import shutil
+import struct
 import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, List, Tuple
+from typing import Tuple
 
 import numpy as np
 from batches import ArrayBatches, DataError
 from convergence_run import Run
+from image_stream import StreamBatches, check_records
 
 Arrays = Tuple[np.ndarray, np.ndarray]  # images (n, channels, height, width), labels
 NAMES = ("train_images", "train_labels", "test_images", "test_labels")
@@ -86,6 +88,8 @@ def prepare(name: str, data: Path | None, cache: Path) -> Path:
     dataset = find(name)
     paths = _find_files(name, dataset, data)
     if dataset.read is None:
+        for records, index in zip(paths[::2], paths[1::2]):
+            check_records(records, index)
         return data
     folder = cache / f"{name}-{_key(paths)}"
     if not folder.is_dir():
@@ -101,7 +105,7 @@ def find(name: str) -> Dataset:
     return DATASETS[name]
 
 
-def open_dataset(run: Run, folder: Path, rank: int) -> ArrayBatches:
+def open_dataset(run: Run, folder: Path, rank: int) -> ArrayBatches | StreamBatches:
     """The batches of one worker.
 
     Parameters
@@ -117,6 +121,9 @@ def open_dataset(run: Run, folder: Path, rank: int) -> ArrayBatches:
         There are too few images.
     """
     dataset = find(run.dataset)
+    if dataset.read is None:
+        moments = dataset.mean, dataset.deviation
+        return StreamBatches(run, rank, folder, dataset.shape, *moments)
     arrays = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in NAMES]
     return ArrayBatches(
         run,
@@ -136,7 +143,9 @@ def _find_files(name: str, dataset: Dataset, data: Path | None) -> list[Path]:
         return []
     looked_for = ", ".join(dataset.files)
     if data is None:
-        raise DataError(f"{name} is read from files: give the folder with {looked_for}.")
+        raise DataError(
+            f"{name} is read from files: give the folder with {looked_for}."
+        )
     found, missing = [], []
     for file in dataset.files:
         paths = [data / file, data / f"{file}.gz"][: 2 if name == "mnist" else 1]
@@ -195,9 +204,9 @@ def _read_mnist(paths: list[Path]) -> tuple[Arrays, Arrays]:
 def _read_idx(path: Path, num_axes: int) -> np.ndarray:
     """An IDX file of unsigned bytes, gzipped or not."""
     try:
-        opened = gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
-        with opened as file:
-            content = file.read()
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}. Copy it anew.") from error
     start = 4 + 4 * num_axes
@@ -220,7 +229,63 @@ def _check_equal(images: np.ndarray, labels: np.ndarray, path: Path) -> None:
         raise DataError(f"{path} has {len(images)} images for {len(labels)} labels.")
 
 
+def _read_cifar10(paths: list[Path]) -> tuple[Arrays, Arrays]:
+    """CIFAR-10's two RecordIO files."""
+    return tuple(_read_records(path, (3, 32, 32), 10) for path in paths)
+
+
+def _read_records(path: Path, shape: tuple[int, int, int], num_classes: int) -> Arrays:
+    """Decode all images of a RecordIO file; an .idx file beside it is checked."""
+    import odsgd_kvstore  # isort: skip  # noqa: F401  before MXNet: prepares NumPy
+    from mxnet import MXNetError, image, recordio
+
+    index = path.with_suffix(".idx")
+    if index.is_file():
+        check_records(path, index)
+    images, labels = [], []
+    record = recordio.MXRecordIO(str(path), "r")
+    try:
+        for content in iter(record.read, None):
+            header, encoded = recordio.unpack(content)
+            pixels = image.imdecode(encoded).asnumpy().transpose(2, 0, 1)
+            if pixels.shape != shape or header.label not in range(num_classes):
+                raise ValueError(
+                    f"shape {pixels.shape}, label {header.label}; allowed are {shape} "
+                    f"and 0 to {num_classes - 1}"
+                )
+            images.append(pixels)
+            labels.append(header.label)
+        if not images:
+            raise ValueError("the file is empty")
+    except (MXNetError, TypeError, ValueError, struct.error) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise DataError(
+            f"{path} is truncated, damaged or not of this data set: after "
+            f"{len(images)} good images: {reason}."
+        ) from error
+    finally:
+        record.close()
+    return np.stack(images), np.array(labels, "uint8")
+
+
 DATASETS = {
     "digits": Dataset((1, 8, 8), 10, (), _read_digits, white=16),
     "mnist": Dataset((1, 28, 28), 10, IDX_NAMES, _read_mnist, (0.1307,), (0.3081,)),
+    "cifar10": Dataset(
+        (3, 32, 32),
+        10,
+        ("train.rec", "test.rec"),
+        _read_cifar10,
+        mean=(0.4913, 0.4821, 0.4465),
+        deviation=(0.247, 0.243, 0.262),
+        flips=True,
+    ),
+    "imagenet": Dataset(
+        (3, 224, 224),
+        1000,
+        ("train.rec", "train.idx", "val.rec", "val.idx"),
+        None,
+        mean=(0.485, 0.456, 0.406),
+        deviation=(0.229, 0.224, 0.225),
+    ),
 }

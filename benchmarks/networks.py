@@ -45,12 +45,17 @@ def build(
     net.initialize(mx.init.Xavier(**HE))
     try:  # Weights are drawn when their shapes are known: before any training.
         net(mx.nd.zeros((1, *dataset_shape))).wait_to_read()
-    except mx.MXNetError as error:
+    except (mx.MXNetError, ValueError) as error:
         raise ValueError(
             f"network {name!r} does not fit images of {dataset_shape}: {error}"
         ) from error
-    net.hybridize()
+    compile_block(net)
     return net
+
+
+def compile_block(block: gluon.HybridBlock) -> None:
+    """Compile what a block computes at its next calls."""
+    block.hybridize(static_alloc=True, static_shape=True)
 
 
 def num_parameters(net: gluon.Block) -> int:
