@@ -58,16 +58,6 @@ def execute(
     """
     folder = datasets.prepare(run.dataset, data, cache)
     datasets.open_dataset(run, folder, rank=0)  # are there enough?
-    settings = {"run": dataclasses.asdict(run), "folder": str(folder.resolve())}
-    is_stock = METHODS[run.method].has_stock_servers
-    job = commands.LocalJob(
-        run.num_workers,
-        run.num_servers,
-        (sys.executable, str(WORKER), json.dumps(settings)),
-        stock_servers=is_stock,
-        env=STOCK_ENV if is_stock and run.rate else {},
-        bandwidth=run.rate or None,
-    )
     reports: dict[int, dict[str, Any]] = {}
 
     def on_line(role: commands.Role, text: str) -> None:
@@ -75,16 +65,31 @@ def execute(
             reports[role.rank] = json.loads(text[len(PREFIX) :])
 
     start = time.perf_counter()
-    roles, sockets = local.new_job(job, os.environ)
+    roles, sockets = local.new_job(plan(run, folder), os.environ)
     result = processes.run_roles(
         roles, on_line=on_line, timeout=timeout_s, sockets=sockets
     )
-    outcome = {"run": settings["run"], "wall_s": time.perf_counter() - start}
+    wall_s = time.perf_counter() - start
+    outcome = {"run": dataclasses.asdict(run), "wall_s": wall_s}
     if result.exit_code or len(reports) != run.num_workers:
         reason = result.message or "a worker ended without a result"
         return {**outcome, "status": "failed", "reason": reason}
     figures = combine([reports[rank] for rank in sorted(reports)])
     return {**outcome, "status": "ok", "reason": "", **figures}
+
+
+def plan(run: Run, folder: Path) -> commands.LocalJob:
+    """The job of a run whose data are in `folder`."""
+    settings = {"run": dataclasses.asdict(run), "folder": str(folder.resolve())}
+    is_stock = METHODS[run.method].has_stock_servers
+    return commands.LocalJob(
+        run.num_workers,
+        run.num_servers,
+        (sys.executable, str(WORKER), json.dumps(settings)),
+        stock_servers=is_stock,
+        env=STOCK_ENV if is_stock and run.rate else {},
+        bandwidth=run.rate or None,
+    )
 
 
 def combine(reports: list[dict[str, Any]]) -> dict[str, Any]:

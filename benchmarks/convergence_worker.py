@@ -12,17 +12,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lean_mxnet  # isort: skip  # noqa: F401  before all that imports MXNet
+
 import datasets
+import mxnet as mx
 import networks
+from convergence_job import PREFIX
 from convergence_run import METHODS, Run
 from demo_worker import Stopwatch
-
-import odsgd_kvstore  # isort: skip  before MXNet: prepares NumPy for it
-import mxnet as mx
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-PREFIX = "convergence-report "
+import odsgd_kvstore
+
 NUM_POINTS, FIRST_POINTS = 40, (5, 10, 20)
 NUM_STATISTICS = 1024  # images
 WITH_MOMENTUM = ("sgd", "nag", "signum")
