@@ -47,7 +47,7 @@ setup(
         "gluoncv": ["gluoncv==0.10.5.post0", "opencv-python>=4.5,<4.12"],
         "demo": ["scikit-learn"],
         # The benchmarks' plots, and Student's distribution.
-        "benchmarks": ["matplotlib", "scikit-learn", "scipy"],
+        "benchmarks": ["matplotlib>=3.7", "scikit-learn", "scipy"],
         # xdist runs test files side by side: most of their time is waiting for jobs.
         "test": ["pytest", "pytest-xdist", "scikit-learn"],
     },
