@@ -263,8 +263,8 @@ def _check_rule(rule: Any, params: Any) -> None:
     if not isinstance(rule, str) or not rule:
         raise ConfigError(
             f"local_optimizer is {rule!r}; allowed are "
-            f"{', '.join(repr(r) for r in RULES_WITHOUT_PARAMETERS)} or the name of a "
-            "registered optimizer such as 'sgd'."
+            f"{', '.join(repr(r) for r in RULES_WITHOUT_PARAMETERS)}, 'dcsgd' or the name "
+            "of a registered optimizer such as 'sgd'."
         )
     if not isinstance(params, Mapping):
         raise ConfigError(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numbers
 from typing import Any, Mapping
 
+import numpy as np
 from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
 from .errors import ConfigError
-from .mirrors import operator_settings
-from .optimizer_state import FlatState
-from .replica import NamedOptimizer
+from .local_rule import Part
+from .optimizer_state import FlatState, operator_settings
+from .replica import NamedOptimizer, check_numbers
 
 _ACCEPTED = ("lamda", "adaptive", "learning_rate", "lr_scheduler", "wd")
 _ACCEPTED += ("clip_gradient", "rescale_grad")
@@ -87,11 +88,10 @@ class DelayCompensation(NamedOptimizer):
         # A negative limit is none, as for MXNet's operators.
         return nd.clip(scaled, -limit, limit) if limit and limit > 0 else scaled
 
-    def _note_square(self, part: Any, square: nd.NDArray) -> nd.NDArray:
+    def _note_square(self, part: Part, square: nd.NDArray) -> nd.NDArray:
         """The moving mean of the square, with this one in it."""
         if part.key not in self._states:
-            zeros = nd.zeros(part.whole.shape, part.whole.context)
-            self._states[part.key] = FlatState(zeros, part.whole.size)
+            self._states[part.key] = FlatState.zeros(part.whole)
         mean = self._states[part.key].of(part.run)
         mean *= _DECAY
         mean += (1 - _DECAY) * square
@@ -112,6 +112,7 @@ def create_settings(params: Mapping[str, Any]) -> DelayCompensatedSGD:
             f"local_optimizer 'dcsgd' does not take {', '.join(unknown)}; allowed in "
             f"local_optimizer_params are {', '.join(_ACCEPTED)}."
         )
+    check_numbers("dcsgd", params)
     lamda, adaptive = params.get("lamda"), params.get("adaptive", False)
     is_number = isinstance(lamda, numbers.Real) and not isinstance(lamda, bool)
     if lamda is not None and not (is_number and 0 <= lamda < float("inf")):
@@ -119,7 +120,7 @@ def create_settings(params: Mapping[str, Any]) -> DelayCompensatedSGD:
             f"local_optimizer 'dcsgd' has lamda {lamda!r}; allowed is a number from 0, "
             "such as 0.04 (adaptive: 2)."
         )
-    if not isinstance(adaptive, bool):
+    if not isinstance(adaptive, (bool, np.bool_)):
         raise ConfigError(
             f"local_optimizer 'dcsgd' has adaptive {adaptive!r}; allowed are True and "
             "False."

@@ -7,13 +7,13 @@ displacement D = W(t) - W(t-1); only the new gradient's part needs the worker's 
 from __future__ import annotations
 
 import math
-from typing import Any, Hashable, Tuple
+from typing import Hashable, Tuple
 
 from mxnet import ndarray as nd
 from mxnet import optimizer as opt
 
 from .local_rule import LocalUpdate, Part
-from .optimizer_state import FlatState
+from .optimizer_state import FlatState, operator_settings
 
 _Used = Tuple[float, float]
 
@@ -167,18 +167,6 @@ class MirrorAdam(_WithState):
             *(global_weight, gradient, mean, variance), out=local_weight, **settings
         )
         self._note_used(part, (settings["lr"], rule.epsilon))
-
-
-def operator_settings(optimizer: opt.Optimizer, index: Any) -> dict[str, float]:
-    """What MXNet's operators take of an optimizer: lr, wd, rescaling and clipping."""
-    settings = {
-        "lr": optimizer._get_lr(index),
-        "wd": optimizer._get_wd(index),
-        "rescale_grad": optimizer.rescale_grad,
-    }
-    if optimizer.clip_gradient:
-        settings["clip_gradient"] = optimizer.clip_gradient
-    return settings
 
 
 MIRRORS = {

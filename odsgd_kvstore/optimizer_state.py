@@ -95,6 +95,11 @@ class FlatState:
         """An optimizer's state of a float32 `weight`, at its first values."""
         return cls(optimizer.create_state_multi_precision(index, weight), weight.size)
 
+    @classmethod
+    def zeros(cls, whole: nd.NDArray) -> FlatState:
+        """One float32 array of zeros, of another's shape and place."""
+        return cls(nd.zeros(whole.shape, whole.context), whole.size)
+
     def of(self, run: Run) -> Any:
         """The state of a run, in the optimizer's own structure."""
         key = (run.start, run.stop)
@@ -163,13 +168,23 @@ def _apply_sgd(
     gives and is faster on one array; `sgd_update` rounds differently with decay.
     """
     optimizer._update_count(index)
-    scale: dict[str, Any] = {"rescale_grad": optimizer.rescale_grad}
-    if optimizer.clip_gradient:
-        scale["clip_gradient"] = optimizer.clip_gradient
-    lr, wd = optimizer._get_lr(index), optimizer._get_wd(index)
-    if not optimizer.momentum > 0:
-        one = {"num_weights": 1, "lrs": (lr,), "wds": (wd,), **scale}
-        nd.multi_sgd_update(weight, gradient, out=[weight], **one)
+    settings = operator_settings(optimizer, index)
+    if optimizer.momentum > 0:
+        settings.update(momentum=optimizer.momentum, out=weight)
+        nd.sgd_mom_update(weight, gradient, momentum, **settings)
     else:
-        scale["momentum"] = optimizer.momentum
-        nd.sgd_mom_update(weight, gradient, momentum, out=weight, lr=lr, wd=wd, **scale)
+        lrs, wds = (settings.pop("lr"),), (settings.pop("wd"),)
+        one = {"num_weights": 1, "lrs": lrs, "wds": wds, "out": [weight]}
+        nd.multi_sgd_update(weight, gradient, **one, **settings)
+
+
+def operator_settings(optimizer: opt.Optimizer, index: Any) -> dict[str, Any]:
+    """What MXNet's operators take of an optimizer: lr, wd, rescaling and clipping."""
+    settings: dict[str, Any] = {
+        "lr": optimizer._get_lr(index),
+        "wd": optimizer._get_wd(index),
+        "rescale_grad": optimizer.rescale_grad,
+    }
+    if optimizer.clip_gradient:
+        settings["clip_gradient"] = optimizer.clip_gradient
+    return settings

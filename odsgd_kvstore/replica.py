@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
 from typing import Any, Hashable, Mapping
 
 from mxnet import optimizer as opt
@@ -12,6 +14,8 @@ from .local_rule import MULTIPLIERS, LocalUpdate
 from .optimizer_copy import own_copy
 from .optimizer_state import FlatState, apply_optimizer
 from .views import copy_to
+
+_NUMBERS = {"learning_rate", "wd", "momentum", "clip_gradient", "rescale_grad"}
 
 
 class Replica(LocalUpdate):
@@ -104,6 +108,7 @@ def create_named(name: str, params: Mapping[str, Any]) -> opt.Optimizer:
             "'none', 'dcsgd' and the registered optimizers "
             f"{', '.join(sorted(opt.Optimizer.opt_registry))}."
         )
+    check_numbers(name, params)
     accepted = inspect.signature(opt.Optimizer.opt_registry[name].__init__).parameters
     defaults = {"momentum": 0.0} if "momentum" in accepted else {}
     try:
@@ -113,6 +118,25 @@ def create_named(name: str, params: Mapping[str, Any]) -> opt.Optimizer:
             f"local_optimizer {name!r} does not take local_optimizer_params "
             f"{dict(params)!r}: {error}. See mxnet.optimizer for what it takes."
         ) from None
+
+
+def check_numbers(name: str, params: Mapping[str, Any]) -> None:
+    """Refuse settings that are not numbers, which MXNet would use as they are.
+
+    Raises
+    ------
+    ConfigError
+    """
+    for key in _NUMBERS & params.keys():
+        value = params[key]
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        is_none = value is None and key == "clip_gradient"
+        if not (is_none or is_number and math.isfinite(value)):
+            raise ConfigError(
+                f"local_optimizer {name!r} has {key} {value!r} in local_optimizer_params; "
+                "allowed is a finite number, such as 0.1. Leave it out to follow the "
+                "global optimizer."
+            )
 
 
 def _spares_gradient(kind: type) -> bool:

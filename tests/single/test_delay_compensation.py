@@ -305,6 +305,8 @@ def test_compression_to_two_bits_leaves_the_local_update_whole():
         ({"lamda": True}, ["lamda", "True", "0.04"]),
         ({"lamda": float("nan")}, ["lamda", "nan"]),
         ({"lamda": float("inf")}, ["lamda", "inf"]),
+        ({"learning_rate": "big"}, ["learning_rate", "'big'", "finite number"]),
+        ({"wd": float("nan")}, ["wd", "nan", "finite number"]),
         ({"adaptive": 1}, ["adaptive", "1", "True", "False"]),
         ({"adaptive": "yes"}, ["adaptive", "'yes'", "True", "False"]),
         ({"adaptive": None}, ["adaptive", "None", "True", "False"]),

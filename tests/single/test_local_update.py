@@ -253,6 +253,13 @@ def test_rule_that_does_not_fit_is_refused_by_name(rule, optimizer, parts):
     assert not missing, f"{missing} not in: {caught.value}"
 
 
+@pytest.mark.parametrize("value", ["big", None, float("nan"), True])
+@pytest.mark.parametrize("key", ["learning_rate", "wd", "momentum"])
+def test_value_of_a_named_optimizer_that_is_no_number_is_refused(key, value):
+    with pytest.raises(ConfigError, match=f"{key} {value!r}.*finite number"):
+        local_update.create("sgd", {key: value}, opt.SGD(), 1.0)
+
+
 @pytest.mark.parametrize("params", [{"learning_rat": 0.1}, {"beta1": 0.9, "lr": 3}])
 def test_wrong_parameter_of_a_named_optimizer_is_named(params):
     with pytest.raises(ConfigError) as caught:

@@ -180,6 +180,20 @@ def test_adam_goes_on_after_a_learning_rate_of_zero():
         assert (after != before).any() == (not 5 <= step < 12)
 
 
+@pytest.mark.parametrize("rise", [50, 10**7])
+def test_adam_takes_no_rounding_for_momentum_when_the_rate_rises(rise):
+    # D holds c(t) m(t) to the rounding of W: after a rise of 10^7 it would move L by
+    # about W itself. After one of 50 one worker is still Adam.
+    low = ADAM["learning_rate"] / rise
+    changes = {5: {"lr": low}, 12: {"lr": ADAM["learning_rate"]}}
+    *_, made = run("adam", {**ADAM, "wd": 0}, 1, 13, 0, changes)
+    moved = np.abs(made.local[0].asnumpy() - made.before.asnumpy()).max()
+    assert 0 < moved <= 4 * ADAM["learning_rate"]
+    if rise == 50:
+        off = np.abs(made.local[0].asnumpy() - made.weight.asnumpy()).max()
+        assert off <= rise * 1e-6
+
+
 def test_adam_of_a_worker_that_never_had_a_gradient_follows_the_displacement():
     # v = 0: m = -D eps / c(t), so that L = W + beta1 c(t+1) / c(t) D.
     made = Workers("adam", {**ADAM, "wd": 0}, "mirror", 2, draw(7))
