@@ -122,9 +122,13 @@ class ArrayBatches:
         return self._test_batches
 
     def fixed(self, count: int) -> Iterator[Any]:
-        """The first `count` training images, not mirrored, equal on every rank."""
+        """The first training images, not mirrored, equal on every rank.
+
+        About `count`, in whole batches: one at least.
+        """
         size = self._run.batch_size
-        for start in range(0, min(count, len(self._labels)) - size + 1, size):
+        end = min(max(count, size), len(self._labels))
+        for start in range(0, end - size + 1, size):
             part = slice(start, start + size)
             yield self._batch(self._images[part], self._labels[part])[0]
 

@@ -42,10 +42,10 @@ def main(options: Options) -> int:
         1 if a job broke.
     """
     store = Store(options.folder)
-    if options.lists:
+    if options.list_only:
         list_runs(options.runs, store.read())
         return 0
-    num_broken = 0 if options.reports else make_runs(options, store)
+    num_broken = 0 if options.report_only else make_runs(options, store)
     contents = store.read()
     if not contents.results:
         print(f"There is no result in {options.folder}: run a preset first.")
@@ -78,7 +78,7 @@ def make_runs(options: Options, store: Store) -> int:
     known = dict(contents.results)
     missing = [run for run in options.runs if run not in known]
     check_runs(missing, options.data, options.folder / CACHE)
-    if missing and options.times_count:
+    if missing and options.is_timed:
         report.warn_if_busy()
     print(about(options.runs, contents), flush=True)
     num_broken = 0

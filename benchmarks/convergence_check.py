@@ -1,4 +1,4 @@
-"""Refuses runs of benchmark_convergence.py that could not be made, before any starts."""
+"""Refuses runs of benchmark_convergence.py that cannot be made, before any starts."""
 
 from __future__ import annotations
 
@@ -35,9 +35,12 @@ def check_runs(runs: Iterable[Run], data: Path | None, cache: Path) -> None:
     DataError
         The data are missing, damaged or too few.
     RunError
-        A network, an optimizer or a local update rule does not exist or does not fit.
+        A network, an optimizer or a local update rule does not exist or does not fit;
+        the learning rate would only rise.
     """
     chosen = list(runs)
+    for run in _first_with_new(chosen, "epochs", "lr_warmup_epochs"):
+        _check_lr_warmup(run)
     for run in _first_with_new(chosen, "optimizer", "method"):
         _check_optimizer(run)
     for run in _first_with_new(chosen, "dataset", "network"):
@@ -56,6 +59,15 @@ def _first_with_new(runs: Iterable[Run], *names: str) -> list[Run]:
     for run in runs:
         found.setdefault(tuple(getattr(run, name) for name in names), run)
     return list(found.values())
+
+
+def _check_lr_warmup(run: Run) -> None:
+    if 0 < run.lr_warmup_epochs >= run.epochs:
+        raise RunError(
+            f"lr_warmup_epochs is {run.lr_warmup_epochs:g} and epochs is {run.epochs}: "
+            "the learning rate would rise until the end. Give a --lr-warmup-epochs "
+            "below --epochs, such as 0."
+        )
 
 
 def _check_optimizer(run: Run) -> None:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Iterable, Sequence
+from typing import Callable, Iterable, Sequence
 
-from convergence_presets import NETWORKS, RATES, presets
+from convergence_presets import RATES, presets
 from convergence_run import Run
-from convergence_sections import (
-    ACCURACY,
-    LEVELS,
-    MANY,
-    OTHER_OPTIMIZERS,
-    TIME,
-    Section,
-    describe,
-    section_of,
-)
+from convergence_sections import LEVELS, describe
 from convergence_statistics import (
-    by_setting,
+    BASELINE,
+    Estimate,
+    by_method,
     count_failed,
     differences,
     estimate,
     geometric_mean,
     pool,
+    setting_of,
     time_ratios,
 )
 from convergence_store import Result
@@ -32,9 +26,11 @@ from convergence_tables import Table, interval, points, ratio, with_error
 HOPEFUL = ("mirror", "replica")
 WORST_MEAN = -1.0
 HIGH_RATE_WORKERS = 4
+CLEAR_ERRORS = 2  # so many standard errors are no noise
 MET, NOT_MET, NOT_MEASURED = "met", "NOT met", "not measured"
 PREDICTED, NOT_PREDICTED = "as predicted", "NOT as predicted"
-PREDICTED_ORDER = ("dist_async scaled", "none", "sgd")
+WITHIN_NOISE = "within noise"
+ORDERED = ("dist_async scaled", "none", "sgd")
 
 
 @dataclass(frozen=True)
@@ -48,56 +44,36 @@ class Check:
 
 @dataclass(frozen=True)
 class Scope:
-    """The runs that a claim is about: a preset's, also if it was changed a little.
+    """What a claim is about.
 
     Parameters
     ----------
-    preset : str
-        Whose number of runs makes the claim whole.
-    section : Section
-        Of the report.
-    dataset, optimizer : str
-        With the usual network, and the usual learning rates.
+    words : str
+        The scope in short.
+    runs : tuple of Run
+        Of a preset. Results of these settings count, also with other seeds.
     """
 
-    preset: str
-    section: Section
-    dataset: str
-    optimizer: str = "sgd"
-
-    @property
-    def words(self) -> str:
-        """The scope in short."""
-        other = "" if self.optimizer == "sgd" else f", {self.optimizer}"
-        return f"{self.dataset}{other}"
+    words: str
+    runs: tuple[Run, ...]
 
     def choose(self, results: Iterable[Result]) -> list[Result]:
         """Those of the results that belong to it."""
-        return [
-            result
-            for result in results
-            if section_of(result.run) is self.section and self._has(result.run)
-        ]
+        settings = set(map(setting_of, self.runs))
+        return [result for result in results if setting_of(result.run) in settings]
 
-    def _has(self, run: Run) -> bool:
-        key = self.dataset, self.optimizer
-        return (
-            (run.dataset, run.optimizer) == key
-            and run.network == NETWORKS[self.dataset]
-            and run.learning_rate in RATES[key]
-        )
+    def is_whole(self, results: Iterable[Result], *methods: str) -> bool:
+        """Whether all runs of these methods, and of dist_sync, are there."""
+        chosen = (BASELINE, *methods)
+        wanted = {run for run in self.runs if run.method in chosen}
+        return wanted <= {result.run for result in results}
 
-    def count(self) -> int:
-        """How many runs of a method the preset has."""
-        return len(self._runs())
 
-    def count_high(self) -> int:
-        """How many of these have a high learning rate."""
-        return sum(map(is_high, self._runs()))
-
-    def _runs(self) -> list[Run]:
-        runs = presets()[self.preset].runs()
-        return [run for run in runs if run.method == "mirror" and self._has(run)]
+def scope_of(
+    words: str, preset: str, has: Callable[[Run], bool] = lambda _: True
+) -> Scope:
+    """Those of a preset's runs for which `has` is true."""
+    return Scope(words, tuple(filter(has, presets()[preset].runs())))
 
 
 def is_high(run: Run) -> bool:
@@ -106,21 +82,41 @@ def is_high(run: Run) -> bool:
     return (run.learning_rate, run.num_workers) == (rate, HIGH_RATE_WORKERS)
 
 
-MNIST = Scope("mnist", ACCURACY, "mnist")
-CIFAR = Scope("cifar", ACCURACY, "cifar10")
-NAG = Scope("adaptive", OTHER_OPTIMIZERS, "mnist", "nag")
-ADAM = Scope("adaptive", OTHER_OPTIMIZERS, "mnist", "adam")
-ON_LINKS = Scope("time", TIME, "mnist")
+def predicted_orders() -> list[Scope]:
+    """The settings for which the simulation has predicted an order of methods."""
+    high = max(RATES["mnist", "sgd"])
+    runs = [
+        run
+        for preset in ("mnist", "many", "cifar")
+        for run in presets()[preset].runs()
+        if run.dataset == "cifar10"
+        or (run.learning_rate == high and run.num_workers in (4, 8))
+    ]
+    return [
+        Scope(describe(setting), tuple(r for r in runs if setting_of(r) == setting))
+        for setting in dict.fromkeys(map(setting_of, runs))
+    ]
 
 
 def check_claims(results: Iterable[Result]) -> list[Check]:
     """All claims, in the order of the issue that made them."""
-    whole, usual = list(results), (MNIST, CIFAR)
-    checks = [_keeps_accuracy(s, m, whole) for s in usual for m in HOPEFUL]
-    checks += [_keeps_accuracy(scope, "mirror", whole) for scope in (NAG, ADAM)]
-    checks += _orders(whole)
-    checks += [_never_fails(s, m, whole) for s in usual for m in HOPEFUL]
-    return [*checks, _is_faster(ON_LINKS, whole)]
+    whole = list(results)
+    usual = [scope_of("mnist", "mnist"), scope_of("cifar10", "cifar")]
+    high = [
+        scope_of("mnist", "mnist", has=is_high),
+        scope_of("cifar10", "cifar", has=is_high),
+    ]
+    others = [
+        scope_of("mnist, nag", "optimizers", lambda run: run.optimizer == "nag"),
+        scope_of("mnist, adam", "optimizers", lambda run: run.optimizer == "adam"),
+    ]
+    return [
+        *(_keeps_accuracy(scope, m, whole) for scope in usual for m in HOPEFUL),
+        *(_keeps_accuracy(scope, "mirror", whole) for scope in others),
+        *(_order(scope, whole) for scope in predicted_orders()),
+        *(_never_fails(scope, m, whole) for scope in high for m in HOPEFUL),
+        _is_faster(scope_of("mnist", "time"), whole),
+    ]
 
 
 def claims_table(checks: Sequence[Check]) -> Table:
@@ -145,7 +141,8 @@ def _keeps_accuracy(scope: Scope, method: str, results: Iterable[Result]) -> Che
         f"{scope.words}: {method} is as good as dist_sync "
         f"(95 % interval reaches 0, no setting below {WORST_MEAN:g})"
     )
-    pooled = pool(differences(scope.choose(results), method))
+    chosen = scope.choose(results)
+    pooled = pool(differences(chosen, method))
     if pooled is None or pooled.reaches_zero is None:
         return Check(claim, _few(pooled is not None), NOT_MEASURED)
     found = (
@@ -154,72 +151,94 @@ def _keeps_accuracy(scope: Scope, method: str, results: Iterable[Result]) -> Che
         f"{points(pooled.worst)}"
     )
     holds = pooled.reaches_zero and pooled.worst >= WORST_MEAN
-    return _judged(claim, found, holds, pooled.estimate.count >= scope.count())
+    return _judged(claim, found, holds, scope.is_whole(chosen, method))
 
 
-def _orders(results: Sequence[Result]) -> list[Check]:
-    """In each setting: dist_async and none below dist_sync, sgd in between."""
-    checks = []
-    chosen = [r for r in results if section_of(r.run) in (ACCURACY, MANY)]
-    for setting, group in by_setting(chosen).items():
-        found = {
-            method: estimate(
-                v for p in differences(group, method).values() for v in p.values()
-            )
-            for method in PREDICTED_ORDER
-        }
-        if None in found.values():
-            continue
-        delayed, ablation, plain = (found[m].mean for m in PREDICTED_ORDER)
-        claim = (
-            f"{describe(setting)}: dist_async scaled and none below dist_sync, "
-            "sgd between none and dist_sync"
-        )
-        text = ", ".join(f"{m} {with_error(e)}" for m, e in found.items())
-        holds = delayed < 0 and ablation < plain < 0
-        checks.append(Check(claim, text, PREDICTED if holds else NOT_PREDICTED))
-    if checks:
-        return checks
-    claim = "dist_async scaled and none below dist_sync, sgd in between"
-    return [Check(claim, _few(False), NOT_MEASURED)]
+def _order(scope: Scope, results: Iterable[Result]) -> Check:
+    """In a setting: dist_async and none below dist_sync, sgd in between."""
+    claim = (
+        f"{scope.words}: dist_async scaled and none below dist_sync, "
+        "sgd between none and dist_sync"
+    )
+    chosen = scope.choose(results)
+    found = {method: _difference(chosen, method) for method in ORDERED}
+    found["none minus sgd"] = _difference(chosen, "none", "sgd")
+    known = [e for e in found.values() if e is not None and e.error is not None]
+    if len(known) < len(found):
+        some = "some methods have fewer than two pairs"
+        text = some if any(found.values()) else _few(False)
+        return Check(claim, text, NOT_MEASURED)
+    text = ", ".join(f"{name} {with_error(e)}" for name, e in found.items())
+    verdict = _ordered(known)
+    return Check(claim, text, _so_far(verdict, scope.is_whole(chosen, *ORDERED)))
+
+
+def _difference(
+    results: Iterable[Result], method: str, other: str = BASELINE
+) -> Estimate | None:
+    """Of a setting's accuracies with a method, less those with another one."""
+    methods = by_method(results)
+    base = {r.run.seed: r.accuracy for r in methods.get(other, ())}
+    runs = [r for r in methods.get(method, ()) if r.run.seed in base]
+    return estimate(r.accuracy - base[r.run.seed] for r in runs)
+
+
+def _ordered(found: Sequence[Estimate]) -> str:
+    """The verdict on differences that should all be below zero."""
+    clear = [abs(d.mean) >= CLEAR_ERRORS * d.error for d in found]
+    if any(c and d.mean >= 0 for c, d in zip(clear, found)):
+        return NOT_PREDICTED
+    return PREDICTED if all(clear) else WITHIN_NOISE
 
 
 def _never_fails(scope: Scope, method: str, results: Iterable[Result]) -> Check:
     """No training fails at the high learning rate."""
-    usual, high = RATES[scope.dataset, scope.optimizer]
+    run = scope.runs[0]
+    usual, high = RATES[run.dataset, run.optimizer]
     claim = (
         f"{scope.words}, {HIGH_RATE_WORKERS} workers, lr {high:g} ({high / usual:g} x "
         f"the usual): no run of {method} fails"
     )
-    chosen = [r for r in scope.choose(results) if is_high(r.run)]
+    chosen = scope.choose(results)
     runs = [result for result in chosen if result.run.method == method]
     if not runs:
         return Check(claim, _few(False), NOT_MEASURED)
     num_failed = count_failed(runs)
     lowest = min(result.accuracy for result in runs)
     found = f"{num_failed} of {len(runs)} failed, lowest accuracy {lowest:.2f} %"
-    return _judged(claim, found, num_failed == 0, len(runs) >= scope.count_high())
+    return _judged(claim, found, num_failed == 0, scope.is_whole(chosen, method))
 
 
 def _is_faster(scope: Scope, results: Iterable[Result]) -> Check:
     """dist_odsgd reaches the accuracy earlier."""
-    level = LEVELS[scope.dataset]
+    level = LEVELS[scope.runs[0].dataset]
     claim = (
         f"{scope.words}, links as slow as the computation: mirror reaches {level:g} % "
         "in less time than dist_sync"
     )
-    ratios = time_ratios(scope.choose(results), "mirror", level)
+    chosen = scope.choose(results)
+    ratios = time_ratios(chosen, "mirror", level)
+    num_pairs = sum(map(len, differences(chosen, "mirror").values()))
+    never = (
+        f"dist_sync never reaches it in {num_pairs - len(ratios)} of {num_pairs} pairs"
+    )
     mean = geometric_mean(ratios)
     if mean is None:
-        return Check(claim, _few(False), NOT_MEASURED)
+        return Check(claim, never if num_pairs else _few(False), NOT_MEASURED)
     found = f"{ratio(mean)} of its time ({', '.join(map(ratio, ratios))})"
-    return _judged(claim, found, mean < 1, len(ratios) >= scope.count())
+    if len(ratios) < num_pairs:
+        found = f"{found}; {never}"
+    return _judged(claim, found, mean < 1, scope.is_whole(chosen, "mirror"))
 
 
 def _judged(claim: str, found: str, holds: bool, is_whole: bool) -> Check:
+    """Whether a claim is met."""
+    return Check(claim, found, _so_far(MET if holds else NOT_MET, is_whole))
+
+
+def _so_far(verdict: str, is_whole: bool) -> str:
     """A verdict, with a remark if some of the preset's runs are still missing."""
-    verdict = MET if holds else NOT_MET
-    return Check(claim, found, verdict if is_whole else f"{verdict} so far")
+    return verdict if is_whole else f"{verdict} so far"
 
 
 def _few(has_one: bool) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import datasets
 from convergence_run import METHODS, Run
+from convergence_store import finite
 
 from odsgd_kvstore.launch import commands, local, processes
 
@@ -42,12 +42,7 @@ def execute(
     -------
     dict
         run; status: 'ok', also of a diverged training, or 'failed' with the launcher's
-        message as reason; num_steps; num_parameters; losses: [step, mean loss since
-        the point before, over all ranks]; evaluations: [step, seconds, accuracy from 0
-        to 1, test loss], at the global weights; accuracy: the last one; seconds: of
-        the slowest rank's training, without start-up and evaluations; max_staleness,
-        None for MXNet's own stores; wall_s: of the whole job. What is not finite is
-        None.
+        message as reason; wall_s: of the whole job; if 'ok', all that `combine` finds.
 
     Raises
     ------
@@ -58,24 +53,32 @@ def execute(
     """
     folder = datasets.prepare(run.dataset, data, cache)
     datasets.open_dataset(run, folder, rank=0)  # are there enough?
+    start = time.perf_counter()
+    reports, reason = run_job(plan(run, folder), timeout_s)
+    wall_s = time.perf_counter() - start
+    outcome = {"run": dataclasses.asdict(run), "wall_s": wall_s, "reason": reason}
+    if reason:
+        return {**outcome, "status": "failed"}
+    return {**outcome, "status": "ok", **combine(reports)}
+
+
+def run_job(
+    job: commands.LocalJob, timeout_s: float
+) -> tuple[list[dict[str, Any]], str]:
+    """Reports of the ranks, in their order, and why the job broke, '' if it did not."""
     reports: dict[int, dict[str, Any]] = {}
 
     def on_line(role: commands.Role, text: str) -> None:
         if text.startswith(PREFIX):
             reports[role.rank] = json.loads(text[len(PREFIX) :])
 
-    start = time.perf_counter()
-    roles, sockets = local.new_job(plan(run, folder), os.environ)
+    roles, sockets = local.new_job(job, os.environ)
     result = processes.run_roles(
         roles, on_line=on_line, timeout=timeout_s, sockets=sockets
     )
-    wall_s = time.perf_counter() - start
-    outcome = {"run": dataclasses.asdict(run), "wall_s": wall_s}
-    if result.exit_code or len(reports) != run.num_workers:
-        reason = result.message or "a worker ended without a result"
-        return {**outcome, "status": "failed", "reason": reason}
-    figures = combine([reports[rank] for rank in sorted(reports)])
-    return {**outcome, "status": "ok", "reason": "", **figures}
+    is_whole = not result.exit_code and len(reports) == job.num_workers
+    reason = "" if is_whole else result.message or "a worker ended without a result"
+    return [reports[rank] for rank in sorted(reports)], reason
 
 
 def plan(run: Run, folder: Path) -> commands.LocalJob:
@@ -93,16 +96,34 @@ def plan(run: Run, folder: Path) -> commands.LocalJob:
 
 
 def combine(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of a job from those of its ranks."""
+    """The figures of a job from those of its ranks.
+
+    Parameters
+    ----------
+    reports : list of dict
+        Of all ranks, in their order.
+
+    Returns
+    -------
+    dict
+        num_steps; num_parameters; losses: [step, mean loss since the point before,
+        over all ranks]; evaluations: [step, seconds, accuracy from 0 to 1, test loss],
+        at the global weights; accuracy: the last one; seconds: of the slowest rank's
+        training, without start-up and evaluations; rank_seconds: of each rank's;
+        max_staleness: of all ranks, None for MXNet's own stores. A loss that is not
+        finite is None.
+    """
     first = reports[0]
+    staleness = [report["max_staleness"] for report in reports]
+    known = [steps for steps in staleness if steps is not None]
     losses = [
-        [points[0][0], _finite(sum(loss for _, loss in points) / len(points))]
+        [points[0][0], finite(sum(loss for _, loss in points) / len(points))]
         for points in zip(*(r["losses"] for r in reports))
     ]
     evaluations = []
     for shares in zip(*(r["evaluations"] for r in reports)):
         steps, seconds, right, total, counts = zip(*shares)
-        loss = _finite(sum(total) / sum(counts))
+        loss = finite(sum(total) / sum(counts))
         evaluations.append([steps[0], max(seconds), sum(right) / sum(counts), loss])
     return {
         "num_steps": first["num_steps"],
@@ -111,9 +132,6 @@ def combine(reports: list[dict[str, Any]]) -> dict[str, Any]:
         "evaluations": evaluations,
         "accuracy": evaluations[-1][2],
         "seconds": evaluations[-1][1],
-        "max_staleness": first["max_staleness"],
+        "rank_seconds": [report["evaluations"][-1][1] for report in reports],
+        "max_staleness": max(known, default=None),
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

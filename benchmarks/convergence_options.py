@@ -40,9 +40,9 @@ class Options:
         Folder of the data set.
     folder : Path
         Of the results.
-    lists, reports : bool
+    list_only, report_only : bool
         Only list the runs; only make the report.
-    times_count : bool
+    is_timed : bool
         Whether the machine must be idle.
     timeout_s : float
         Of one run.
@@ -51,9 +51,9 @@ class Options:
     runs: tuple[Run, ...]
     data: Path | None
     folder: Path
-    lists: bool
-    reports: bool
-    times_count: bool
+    list_only: bool
+    report_only: bool
+    is_timed: bool
     timeout_s: float
 
 
@@ -62,25 +62,25 @@ def parse(arguments: list[str] | None = None, about: str = "") -> Options:
     parser = _parser(about)
     given = vars(parser.parse_args(arguments))
     data, output = given.pop("data", None), given.pop("output")
-    lists, reports = given.pop("list"), given.pop("report")
+    list_only, report_only = given.pop("list"), given.pop("report")
     name, timeout_s = given.pop("preset", None), given.pop("timeout", None)
-    if lists and reports:
+    if list_only and report_only:
         parser.error("--list and --report are two different things: give one of them")
-    if reports and name is None and "dataset" not in given:
+    if report_only and name is None and "dataset" not in given:
         if given:
             parser.error("--report without --preset takes all runs: no other options")
-        return Options((), data, output / FOLDER, lists, reports, False, 0.0)
+        return Options((), data, output / FOLDER, list_only, report_only, False, 0.0)
     preset = _preset(name, given)
     runs = tuple(preset.runs())
-    if not (lists or reports):
+    if not (list_only or report_only):
         _check_data(parser, runs, data)
     return Options(
         runs,
         data,
         output / FOLDER,
-        lists,
-        reports,
-        preset.times_count,
+        list_only,
+        report_only,
+        preset.is_timed,
         timeout_s or preset.timeout_s,
     )
 
@@ -133,7 +133,8 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
     """Options of which each value makes runs of its own."""
     add = functools.partial(parser.add_argument, action="append")
     names = ", ".join(METHODS)
-    add("--method", choices=list(METHODS), metavar="NAME", help=f"{names}; repeatable")
+    text = f"{names}; with a hyphen for the space too; repeatable"
+    add("--method", type=method, choices=list(METHODS), metavar="NAME", help=text)
     add("--num-workers", type=count, metavar="N", help="repeatable")
     add("--learning-rate", type=above_zero, metavar="LR", help="repeatable")
     parser.add_argument(
@@ -176,6 +177,11 @@ def _add_fields(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", type=not_negative, metavar="X", help=text)
 
 
+def method(text: str) -> str:
+    """'dist_async-scaled' for 'dist_async scaled'."""
+    return text.replace("-", " ")
+
+
 def seeds(text: str) -> tuple[int, ...]:
     """'3' for 1, 2, 3; '4,7' for these two; '4,' for one."""
     parts = [part for part in text.split(",") if part.strip()]
@@ -207,15 +213,15 @@ def count_or_none(text: str) -> int:
 
 def not_negative(text: str) -> float:
     """A finite number of at least 0."""
-    return _finite(text, lambda value: value >= 0, "of at least 0")
+    return _number(text, lambda value: value >= 0, "of at least 0")
 
 
 def above_zero(text: str) -> float:
     """A finite number above 0."""
-    return _finite(text, lambda value: value > 0, "above 0")
+    return _number(text, lambda value: value > 0, "above 0")
 
 
-def _finite(text: str, is_allowed: Callable[[float], bool], allowed: str) -> float:
+def _number(text: str, is_allowed: Callable[[float], bool], allowed: str) -> float:
     try:
         value = float(text)
     except ValueError:

@@ -55,6 +55,8 @@ class Curves:
         Takes a result; returns x and y.
     is_accuracy : bool
         Whether y is in percent, to be spread near 100; else it is a loss.
+    needs_seconds : bool
+        Whether it is only for sections whose seconds mean something.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Curves:
     y_label: str
     points: Callable[[Result], tuple[np.ndarray, np.ndarray]]
     is_accuracy: bool
+    needs_seconds: bool = False
 
 
 def seconds_of(result: Result) -> np.ndarray:
@@ -85,6 +88,7 @@ CURVES = (
         "training loss",
         lambda result: (seconds_of(result), result.losses[:, 1]),
         False,
+        needs_seconds=True,
     ),
     Curves(
         "accuracy-steps",
@@ -99,8 +103,14 @@ CURVES = (
         "test accuracy in %",
         lambda result: (result.evaluations[:, 1], result.evaluations[:, 2]),
         True,
+        needs_seconds=True,
     ),
 )
+
+
+def curves_of(section: Section) -> list[Curves]:
+    """The pictures of curves that a section has."""
+    return [c for c in CURVES if section.has_seconds or not c.needs_seconds]
 
 
 def is_available() -> bool:
@@ -133,7 +143,7 @@ def draw(section: Section, results: Sequence[Result], folder: Path) -> list[Path
     import matplotlib
 
     matplotlib.use("Agg")
-    paths = [_draw_curves(section, curves, results, folder) for curves in CURVES]
+    paths = [_draw_curves(section, c, results, folder) for c in curves_of(section)]
     return paths + _draw_differences(section, results, folder)
 
 
@@ -213,7 +223,7 @@ def _draw_differences(
         axes.set_ylim(-0.6, len(methods) - 0.4)
         axes.axvline(0, color="black", linewidth=0.8)
         _log_differences(axes)
-        axes.set_title(title, fontsize=9)
+        axes.set_title(_wrapped(title, len(groups)), fontsize=9)
         axes.set_xlabel("accuracy minus dist_sync's, points")
         axes.grid(axis="x", alpha=0.25)
     note = "large: mean over all pairs, with the 95 % interval; small: each setting's"

@@ -69,7 +69,7 @@ class Run:
     partition : str
         'iid' (one shuffle, dealt out) or 'classes' (each worker has some classes only).
     straggler_ms : float
-        By how much the last rank is slower in each step.
+        By how much longer the last rank sleeps in each step; see compute_ms.
     compute_ms : float
         Sleep in each step, between forward and backward pass, that stands for an
         accelerator's computation.

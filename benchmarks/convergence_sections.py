@@ -30,7 +30,7 @@ class Section:
     about : str
         What it shows.
     has_seconds : bool
-        Whether its tables say how long the training took.
+        Whether its tables and curves say how long the training took.
     has_levels : bool
         Whether the time to an accuracy is in it.
     """
@@ -60,8 +60,10 @@ NON_IID = Section(
 STRAGGLERS = Section(
     "stragglers",
     "Stragglers",
-    "The last worker sleeps in each step. The synchronous methods, and dist_odsgd, "
-    "wait for it; dist_async does not.",
+    "The last worker sleeps in each step. The others wait for it, but not with "
+    "dist_async. All ranks make equally many steps, and seconds are those of the "
+    "slowest rank: what is shown is whether the others' wait costs accuracy. In this "
+    "measure dist_async cannot gain seconds.",
     has_seconds=True,
 )
 MANY = Section(
@@ -85,7 +87,6 @@ SMALL = Section(
     "Small runs",
     "On the packaged digits, or on a part of a data set: these show that everything "
     "works, not how good it is.",
-    has_seconds=True,
 )
 SECTIONS = (
     ACCURACY,
@@ -145,26 +146,31 @@ def tables_of(section: Section, results: Sequence[Result]) -> list[Table]:
 
 
 def pools(results: Iterable[Result]) -> dict[str, list[Result]]:
-    """What is pooled: one data set, network and optimizer, by its words."""
+    """What is pooled, by its words: all but workers and learning rate are equal."""
     groups: dict[str, list[Result]] = {}
     for setting, group in by_setting(results).items():
-        title = f"{setting.dataset}, {setting.network}, {setting.optimizer}"
-        groups.setdefault(title, []).extend(group)
+        words = [setting.dataset, setting.network, setting.optimizer, *_rest(setting)]
+        groups.setdefault(", ".join(words), []).extend(group)
     return groups
 
 
 def describe(setting: Setting) -> str:
     """A setting in words: the usual fields, and all that differ from the defaults."""
     known = f"{setting.dataset}, {setting.network}, {setting.num_workers} workers"
-    words = [known, f"{setting.optimizer} lr {setting.learning_rate:g}"]
-    words.append(f"{setting.epochs} epoch{'' if setting.epochs == 1 else 's'}")
+    rate = f"{setting.optimizer} lr {setting.learning_rate:g}"
+    return ", ".join([known, rate, *_rest(setting)])
+
+
+def _rest(setting: Setting) -> list[str]:
+    """What is said after the learning rate."""
+    words = [f"{setting.epochs} epoch{'' if setting.epochs == 1 else 's'}"]
     for field in dataclasses.fields(Run):
         if field.name in (*SAID_FIRST, "epochs", *UNSAID):
             continue
         value = getattr(setting, field.name)
         if value != field.default:
             words.append(_in_words(field.name, value))
-    return ", ".join(words)
+    return words
 
 
 def _in_words(name: str, value: object) -> str:

@@ -90,7 +90,7 @@ def _order(setting: Setting) -> tuple[str, ...]:
 
 
 def by_method(results: Iterable[Result]) -> dict[str, list[Result]]:
-    """The results of each method, methods in the order of `METHODS`, seeds ascending."""
+    """The results of each method: methods in the order of `METHODS`, seeds rising."""
     groups: dict[str, list[Result]] = {}
     for result in sorted(results, key=lambda result: result.run.seed):
         groups.setdefault(result.run.method, []).append(result)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -141,7 +140,7 @@ class Store:
             broke, ``NAME-failed-1.json``, ``NAME-failed-2.json``, ...
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(_finite(content), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(finite(content), indent=1, allow_nan=False) + "\n"
         temporary = self.folder / f".{run.name}.{secrets.token_hex(4)}.tmp"
         try:
             temporary.write_text(text, encoding="utf-8")
@@ -153,11 +152,6 @@ class Store:
         finally:
             temporary.unlink(missing_ok=True)
         raise AssertionError("unreachable: the names do not end")
-
-
-def failure(run: Run, reason: str) -> dict[str, Any]:
-    """What a job that broke came to."""
-    return {"run": dataclasses.asdict(run), "status": "failed", "reason": reason}
 
 
 def _names(run: Run, failed: bool) -> Iterator[str]:
@@ -180,12 +174,12 @@ def _points(rows: Any, width: int) -> np.ndarray:
     return points.reshape(len(rows), width)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The value with None in place of nan and infinity, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

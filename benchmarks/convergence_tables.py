@@ -32,6 +32,7 @@ GROUP_HEADER = (
     "training loss at 10 / 25 / 50 / 100 %",
     "failed",
 )
+TIME_HEADER = ("seconds", "ms per step")
 POOLED_HEADER = (
     "method",
     "pairs",
@@ -85,7 +86,7 @@ def group_table(
     results : sequence of Result
         All of that setting.
     with_seconds : bool
-        Add the mean time of training.
+        Add the mean time of training, and of a step; the first one is in neither.
     """
     rows = []
     for method, runs in by_method(results).items():
@@ -100,10 +101,16 @@ def group_table(
             str(count_failed(runs)),
         ]
         if with_seconds:
-            row.append(report.number(sum(r.seconds for r in runs) / len(runs)))
+            row += [report.number(_mean(time)) for time in zip(*map(times_of, runs))]
         rows.append(row)
-    header = (*GROUP_HEADER, "seconds") if with_seconds else GROUP_HEADER
+    header = (*GROUP_HEADER, *TIME_HEADER) if with_seconds else GROUP_HEADER
     return Table(title, header, rows)
+
+
+def times_of(result: Result) -> tuple[float, float]:
+    """Seconds of training, and milliseconds of a step."""
+    num_steps = max(1, result.num_steps - 1)  # the watch starts after the first one
+    return result.seconds, 1000 * result.seconds / num_steps
 
 
 def pooled_table(title: str, results: Sequence[Result]) -> Table | None:
@@ -149,7 +156,7 @@ def time_table(title: str, results: Sequence[Result], level: float) -> Table:
             [
                 method,
                 f"{len(times)} of {len(runs)}",
-                report.number(sum(times) / len(times) if times else None),
+                report.number(_mean(times) if times else None),
                 NOTHING if method == BASELINE else ratio(mean),
                 NOTHING if method == BASELINE else each or NOTHING,
             ]
@@ -202,8 +209,11 @@ def ratio(value: float | None) -> str:
 
 def _mean_loss(runs: Iterable[Result], fraction: float) -> str:
     """The mean over the seeds; 'nan' if one of them has diverged by then."""
-    losses = [loss_at(run, fraction) for run in runs]
-    return f"{sum(losses) / len(losses):.3f}"
+    return f"{_mean([loss_at(run, fraction) for run in runs]):.3f}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _escaped(text: str) -> str:

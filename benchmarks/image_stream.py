@@ -13,7 +13,8 @@ from convergence_run import Run
 MAGIC = 0xCED7230A
 LENGTH_BITS = 29  # of the word after the magic number; above are flags
 RESIZE = 256  # shorter edge of a test image before the crop
-# The usual augmentation; see He et al., Deep Residual Learning, CVPR 2016.
+# The usual augmentation: crops of random area and aspect ratio as in Szegedy et al.,
+# Going Deeper with Convolutions, CVPR 2015.
 AUGMENTATION = {
     "random_resized_crop": True,
     "min_random_area": 0.08,
@@ -43,6 +44,12 @@ class StreamBatches:
     ------
     DataError
         There are too few images, or the partition is not 'iid'.
+
+    Notes
+    -----
+    Each rank has the same part of the file in all epochs: as many records as others,
+    one after the other. So they must be in random order; shuffle them when packing.
+    max_train makes an epoch shorter, but the images still come from the whole part.
     """
 
     def __init__(
@@ -94,9 +101,12 @@ class StreamBatches:
             left -= count
 
     def fixed(self, count: int) -> Iterator[Any]:
-        """The first `count` training images, not augmented, equal on every rank."""
+        """The first training images, not augmented, equal on every rank.
+
+        About `count`, in whole batches: one at least.
+        """
         iterator = self._iterator("train", 1, resize=RESIZE)
-        for _, batch in zip(range(count // self._run.batch_size), iterator):
+        for _, batch in zip(range(max(1, count // self._run.batch_size)), iterator):
             yield _on_cpu(batch.data[0])
 
     def _iterator(self, name: str, num_parts: int, **settings: Any) -> Any:
@@ -132,8 +142,8 @@ def read_index(path: Path) -> list[int]:
         return [int(line.split("\t")[1]) for line in lines]
     except (ValueError, IndexError, OSError) as error:
         raise DataError(
-            f"{path} is no index of a RecordIO file: {error}. Make it anew with MXNet's "
-            "tools/rec2idx.py."
+            f"{path} is no index of a RecordIO file: {error}. Make it anew with "
+            "MXNet's tools/rec2idx.py."
         ) from error
 
 

@@ -12,9 +12,10 @@ import pytest
 
 with warnings.catch_warnings():  # MXNet's own; it needs an alias on Python 3.12
     warnings.simplefilter("ignore")
-    import odsgd_kvstore  # noqa: F401
+    import odsgd_kvstore
 
 PREFIXES = ("DMLC_", "MXNET_", "ODSGD_", "PS_")
+BENCHMARKS = Path(odsgd_kvstore.__file__).absolute().parents[1] / "benchmarks"
 LIMIT_S = 10
 STRICT = (
     "error",
@@ -66,6 +67,13 @@ def no_process_left():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     pytest.fail(f"processes were left behind, and are ended now: {left}")
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """Import from the benchmarks' folder."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return __import__
 
 
 def _settings():

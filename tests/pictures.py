@@ -15,10 +15,15 @@ def write_records(path, labels, seed=0):
     Pixels are 0 to 99, evenly, and 150 more in red, green or blue.
     """
     random = np.random.RandomState(seed)
+    noise = [random.randint(0, 100, (HEIGHT, WIDTH, 3)) for _ in labels]
+    pictures = [n + 150 * (np.arange(3) == label) for n, label in zip(noise, labels)]
+    pack_records(path, pictures, labels)
+
+
+def pack_records(path, pictures, labels):
+    """A .rec, and its .idx, of pictures: (height, width, 3), 0 to 255, red first."""
     writer = recordio.MXIndexedRecordIO(str(path.with_suffix(".idx")), str(path), "w")
-    for i, label in enumerate(labels):
-        pixels = random.randint(0, 100, (HEIGHT, WIDTH, 3))
-        pixels += 150 * (np.arange(3) == label)
+    for i, (pixels, label) in enumerate(zip(pictures, labels)):
         header = recordio.IRHeader(0, float(label), i, 0)
         writer.write_idx(i, recordio.pack(header, png(pixels.astype("uint8"))))
     writer.close()

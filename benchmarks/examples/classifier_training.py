@@ -261,8 +261,11 @@ class Training:
 def classes_before(scores: mx.nd.NDArray, labels: mx.nd.NDArray) -> np.ndarray:
     """How many classes score no lower than the right one, by image.
 
-    An image whose scores are not numbers is wrong; MXNet's metrics need five classes.
+    An image whose scores are not numbers is wrong, also in the top-5 error of fewer
+    classes than five; MXNet's metrics need five.
     """
     scores, index = scores.asnumpy(), labels.asnumpy().astype(int)
     own = scores[np.arange(len(index)), index]
-    return (~(scores < own[:, np.newaxis])).sum(axis=1) - ~np.isnan(own)
+    before = (~(scores < own[:, np.newaxis])).sum(axis=1) - 1
+    wrong = max(5, scores.shape[1])
+    return np.where(np.isnan(scores).any(axis=1), wrong, before)

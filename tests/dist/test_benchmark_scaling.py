@@ -30,13 +30,6 @@ sys.exit(main((saturating, free), Path(sys.argv[1]), resume=False, show_goals=Tr
 """
 
 
-@pytest.fixture
-def modules(monkeypatch):
-    """Import from the benchmarks' folder."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return __import__
-
-
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """What a tiny run wrote."""

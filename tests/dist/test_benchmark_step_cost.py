@@ -17,13 +17,6 @@ SYSTEMS = ["dist_odsgd", "dist_sync"]
 LENET_BYTES = 431_080 * 4
 
 
-@pytest.fixture
-def modules(monkeypatch):
-    """Import from the benchmarks' folder."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return __import__
-
-
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """What a tiny run printed and wrote."""

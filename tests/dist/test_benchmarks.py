@@ -27,13 +27,6 @@ CURVES = {
 DIGITS = str(ROOT / "benchmarks" / "digits.py")
 
 
-@pytest.fixture
-def modules(monkeypatch):
-    """Import from the benchmarks' folder."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return __import__
-
-
 def run(folder, *args):
     """Run Python on `args` in `folder`; the output, if all went well."""
     done = subprocess.run(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mxnet import recordio
+from pictures import pack_records
 
 import odsgd_kvstore
 
@@ -15,13 +15,6 @@ ROOT = Path(odsgd_kvstore.__file__).absolute().parents[1]
 LIMIT_S = 180
 NUM_TEST = 359
 STEPS = 1438 // 64  # of an epoch with 2 workers and batches of 32
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """Import from the benchmarks' folder."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return __import__
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +43,19 @@ def execute(modules, cache, monkeypatch):
 
 def write_records(path, count, shape):
     """A RecordIO file of noise in 10 colours, which are the labels."""
-    cv2 = pytest.importorskip("cv2", reason="writes images with OpenCV, of GluonCV")
     random = np.random.RandomState(count)
-    index = str(path.with_suffix(".idx"))
-    record = recordio.MXIndexedRecordIO(index, str(path), "w")
-    for i in range(count):
-        label = i % 10
-        colour = np.array([25 * label, 255 - 25 * label, 50 * (label % 5)])
-        pixels = np.uint8(np.clip(colour + random.normal(0, 5, (*shape, 3)), 0, 255))
-        content = cv2.imencode(".png", pixels)[1].tobytes()
-        record.write_idx(i, recordio.pack(recordio.IRHeader(0, label, i, 0), content))
-    record.close()
+    labels = np.arange(count) % 10
+    colours = np.stack([25 * labels, 255 - 25 * labels, 50 * (labels % 5)], axis=1)
+    noise = random.normal(0, 5, (count, *shape, 3))
+    pictures = np.clip(colours[:, np.newaxis, np.newaxis] + noise, 0, 255)
+    pack_records(path, pictures, labels)
+
+
+def count_right(outcome, num_test):
+    """Right answers; the accuracy must be such a number over that of the images."""
+    right = outcome["accuracy"] * num_test
+    assert right == pytest.approx(round(right))
+    return round(right)
 
 
 def test_a_job_that_only_warms_up_is_dist_sync_bit_for_bit(execute, cache):
@@ -78,7 +73,7 @@ def test_a_job_that_only_warms_up_is_dist_sync_bit_for_bit(execute, cache):
     assert same[0] == same[1]
     assert [e[0] for e in same[0]] == [15, 30, 44]
     assert stock["accuracy"] == same[0][-1][1] > 0.8
-    assert (stock["accuracy"] * NUM_TEST) % 1 == pytest.approx(0, abs=1e-6)
+    assert 0.8 * NUM_TEST < count_right(stock, NUM_TEST) <= NUM_TEST
     assert (stock["max_staleness"], ours["max_staleness"]) == (None, 0)
     for outcome in jobs:
         seconds = [e[1] for e in outcome["evaluations"]]
@@ -111,13 +106,37 @@ def test_delayed_and_asynchronous_jobs_learn(execute, method, values):
         assert outcome["seconds"] >= (3 * STEPS - 1) * 0.005 * 0.9
 
 
-def test_all_wait_for_a_straggler_in_dist_sync_and_divergence_is_a_result(execute):
-    outcome = execute("dist_sync", straggler_ms=40, learning_rate=1e30, wd=1.0)
+def test_rank_0_waits_for_a_straggler_whose_accelerator_is_slower(execute):
+    outcome = execute("dist_sync", compute_ms=40, straggler_ms=40)
     assert outcome["status"] == "ok", outcome["reason"]
-    assert outcome["seconds"] > (STEPS - 1) * 0.040
+    assert outcome["seconds"] == max(outcome["rank_seconds"])
+    # The watch starts after the first step; a rank may leave the barrier a step late.
+    assert outcome["rank_seconds"][0] >= (STEPS - 2) * 0.080
+
+
+def test_divergence_is_a_result(execute):
+    outcome = execute("dist_sync", learning_rate=1e30, wd=1.0)
+    assert outcome["status"] == "ok", outcome["reason"]
     assert outcome["losses"][-1] == [STEPS, None]
     assert outcome["evaluations"][-1][3] is None
     assert 0 <= outcome["accuracy"] < 0.3
+
+
+@pytest.mark.parametrize(
+    ("staleness", "highest"), [((0, 2, 1), 2), ((None, None), None)]
+)
+def test_the_highest_staleness_of_all_ranks_counts(modules, staleness, highest):
+    reports = [
+        {
+            "num_steps": 1, "num_parameters": 1, "losses": [[1, 2.0]],
+            "evaluations": [[1, 3.0 + rank, 1, 2.0, 4]], "max_staleness": steps,
+        }
+        for rank, steps in enumerate(staleness)
+    ]  # fmt: skip
+    figures = modules("convergence_job").combine(reports)
+    assert figures["max_staleness"] == highest
+    assert figures["rank_seconds"] == [3.0, 4.0, 5.0][: len(staleness)]
+    assert (figures["accuracy"], figures["seconds"]) == (0.25, 2.0 + len(staleness))
 
 
 def test_batchnorm_learns_from_recordio_with_flips(execute, tmp_path):
@@ -143,8 +162,7 @@ def test_imagenet_is_trained_from_recordio(execute, tmp_path):
     )  # fmt: skip
     assert outcome["status"] == "ok", outcome["reason"]
     assert outcome["num_steps"] == 9 // 4
-    # 5 images, each counted once
-    assert (outcome["accuracy"] * 5) % 1 == pytest.approx(0, abs=1e-6)
+    assert 0 <= count_right(outcome, 5) <= 5  # each image counted once
     assert math.isfinite(outcome["evaluations"][0][3])
 
 

@@ -21,13 +21,6 @@ ROLES = ("worker 0", "worker 1", "server 0", "server 1")
 LAYERS, STEPS = 8, 10  # of the smoke preset
 
 
-@pytest.fixture
-def modules(monkeypatch):
-    """Import from the benchmarks' folder."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return __import__
-
-
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """What the smoke preset printed and wrote, run in an empty folder."""

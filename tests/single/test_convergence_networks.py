@@ -1,23 +1,11 @@
 """The convergence benchmark's networks, evaluation and schedules, in one process."""
 
 import sys
-from pathlib import Path
 
 import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd
-
-import odsgd_kvstore
-
-BENCHMARKS = Path(odsgd_kvstore.__file__).absolute().parents[1] / "benchmarks"
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """Import from the benchmarks' folder."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return __import__
 
 
 def weights(net):
@@ -77,15 +65,15 @@ def test_unknown_networks_and_unfit_images_are_refused(modules, monkeypatch):
 
 
 def test_statistics_are_those_of_the_images_and_are_put_back(modules):
-    worker = modules("convergence_worker")
+    statistics = modules("population_statistics")
     net = modules("networks").build("bn_cnn", (3, 32, 32), 10, 1)
     mx.random.seed(5)
     batches = [mx.nd.random.normal(1, 2, shape=(8, 3, 32, 32)) for _ in range(3)]
-    norms = worker.find_norms(net)
+    norms = statistics.find_norms(net)
     assert len(norms) == 3
 
     def running():
-        found = [s.data().asnumpy() for n in norms for s in worker.statistics(n)]
+        found = [s.data().asnumpy() for n in norms for s in statistics.statistics(n)]
         return np.concatenate(found)
 
     # MXNet's own update, in the backward pass: running = 0.9 running + 0.1 batch
@@ -99,17 +87,21 @@ def test_statistics_are_those_of_the_images_and_are_put_back(modules):
         expected = expected + (running() - 0.9 * before) / 0.1 / 3
     before = running()
     old = net(batches[0]).asnumpy()
-    with worker.population_statistics(net, iter(batches)):
+    with statistics.population_statistics(net, iter(batches)):
         np.testing.assert_allclose(running(), expected, rtol=1e-3, atol=1e-4)
         assert np.abs(net(batches[0]).asnumpy() - old).max() > 0.01
     assert (running() == before).all()
     np.testing.assert_array_equal(net(batches[0]).asnumpy(), old)
+    nothing = statistics.population_statistics(net, iter([]))
+    with pytest.raises(ValueError, match="need one batch of images"), nothing:
+        pass
 
 
 def test_networks_without_batchnorm_need_no_images(modules):
     worker = modules("convergence_worker")
     net = modules("networks").build("mlp", (1, 8, 8), 10, 1)
-    with worker.population_statistics(net, iter([None])):
+    statistics = modules("population_statistics")
+    with statistics.population_statistics(net, iter([None])):
         right, total, count = worker.evaluate(
             net, [(mx.nd.zeros((3, 1, 8, 8)), mx.nd.zeros(3)) for _ in range(2)]
         )
@@ -123,7 +115,7 @@ def rates(modules, updates, **values):
     run = modules("convergence_run").Run(
         "digits", "mlp", **{"method": "dist_sync", "learning_rate": 0.4, **values}
     )
-    settings = modules("convergence_worker").optimizer_params(run, 40, 10)
+    settings = modules("convergence_trainer").optimizer_params(run, 40, 10)
     optimizer = mx.optimizer.create(run.optimizer, **settings)
     found = []
     for update in updates:
@@ -154,9 +146,9 @@ def test_schedules_follow_the_servers_count_of_updates(
 
 
 def test_momentum_is_only_for_those_that_have_it(modules):
-    worker, run = modules("convergence_worker"), modules("convergence_run").Run
+    trainer, run = modules("convergence_trainer"), modules("convergence_run").Run
     for optimizer, has_it in (("sgd", True), ("nag", True), ("adam", False)):
-        settings = worker.optimizer_params(
+        settings = trainer.optimizer_params(
             run("digits", "mlp", "mirror", optimizer=optimizer), 10, 10
         )
         assert ("momentum" in settings) == has_it

@@ -1,22 +1,11 @@
 """The command line and the presets of benchmark_convergence.py."""
 
 import functools
-from pathlib import Path
 
 import pytest
 from convergence_results import make_run
 
-import odsgd_kvstore
-
-BENCHMARKS = Path(odsgd_kvstore.__file__).absolute().parents[1] / "benchmarks"
 ORDER = ("dist_sync", "dist_async scaled", "none", "sgd", "mirror", "replica")
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """Import from the benchmarks' folder."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return __import__
 
 
 @pytest.fixture
@@ -33,21 +22,36 @@ def test_presets_have_the_runs_that_they_are_named_for(modules):
     presets = modules("convergence_presets").presets()
     counts = {name: len(preset.runs()) for name, preset in presets.items()}
     assert counts == {
-        "smoke": 12, "mnist": 72, "adaptive": 96, "dc": 24, "noniid": 36,
-        "stragglers": 8, "many": 36, "time": 9, "cifar": 28, "cifar-resnet": 14,
+        "smoke": 12, "mnist": 72, "optimizers": 96, "compensation": 24, "noniid": 36,
+        "stragglers": 8, "many": 36, "time": 6, "cifar": 28, "cifar-resnet": 14,
         "imagenet": 4,
     }  # fmt: skip
     for preset in presets.values():
         runs = preset.runs()
         assert len({run.name for run in runs}) == len(runs)
         assert set(preset.methods) <= set(modules("convergence_run").METHODS)
-    mnist, dc = (set(presets[name].runs()) for name in ("mnist", "dc"))
-    assert len(mnist & dc) == 12  # dist_sync and sgd are trained once for both
+    mnist, compensation = (
+        set(presets[name].runs()) for name in ("mnist", "compensation")
+    )
+    assert (
+        len(mnist & compensation) == 12
+    )  # dist_sync and sgd are trained once for both
     adam = {
-        r.learning_rate for r in presets["adaptive"].runs() if r.optimizer == "adam"
+        r.learning_rate for r in presets["optimizers"].runs() if r.optimizer == "adam"
     }
     assert adam == {0.001, 0.004}
-    assert {preset.times_count for preset in presets.values()} == {True, False}
+    assert {preset.is_timed for preset in presets.values()} == {True, False}
+
+
+def test_the_links_of_the_time_preset_are_as_slow_as_its_computation(modules):
+    (run, *_) = modules("convergence_presets").presets()["time"].runs()
+    lenet5 = modules("emulated").find_network("1x44426")
+    setting = run.num_workers, run.num_servers, run.rate
+    assert setting == (4, 2, "70mbit")
+    link_ms = modules("measure").link_ms(lenet5, *setting)
+    # 4 x 4 x 44,426 / 2 bytes in bits, with framing
+    assert link_ms == pytest.approx(355_408 * 8 * 1.06 / 70e3)
+    assert link_ms == pytest.approx(run.compute_ms + 15, abs=3)
 
 
 def test_methods_of_a_setting_and_seed_follow_each_other(modules):
@@ -74,7 +78,12 @@ def test_options_narrow_replace_and_change_a_preset(modules, tmp_path):
     }
     assert isinstance(options.runs[0].wd, float)  # 0 and 0.0 have different names
     assert options.data == tmp_path and options.folder == tmp_path / "out/convergence"
-    assert not options.times_count
+    assert not options.is_timed
+
+
+def test_a_method_can_be_given_without_its_space(modules):
+    runs = parse(modules, "--method", "dist_async-scaled", "--method", "none").runs
+    assert {run.method for run in runs} == {"dist_async scaled", "none"}
 
 
 def test_an_optimizer_beside_a_preset_brings_its_usual_rates(modules):
@@ -82,13 +91,13 @@ def test_an_optimizer_beside_a_preset_brings_its_usual_rates(modules):
         runs = parse(modules, *args, "--list").runs
         return {(run.optimizer, run.learning_rate) for run in runs}
 
-    assert pairs("--preset", "adaptive", "--optimizer", "adam") == {
+    assert pairs("--preset", "optimizers", "--optimizer", "adam") == {
         ("adam", 0.001), ("adam", 0.004)
     }  # fmt: skip
     assert pairs("--preset", "mnist", "--optimizer", "nag") == {
-        ("nag", 0.01), ("nag", 0.04)
+        ("nag", 0.01), ("nag", 0.02)
     }  # fmt: skip
-    assert pairs("--preset", "adaptive", "--learning-rate", "0.1") == {
+    assert pairs("--preset", "optimizers", "--learning-rate", "0.1") == {
         ("nag", 0.1), ("adam", 0.1)
     }  # fmt: skip
     assert pairs("--preset", "mnist", "--optimizer", "ftrl") == {("ftrl", 0.01)}
@@ -156,6 +165,10 @@ def test_a_wrong_option_is_explained(modules, capsys, args, message):
         ({"optimizer": "adamw"}, "optimizer is 'adamw'; allowed are .*nag, "),
         ({"optimizer": "rmsprop"}, "'mirror' was given with the optimizer RMSProp"),
         ({"batch_size": 1000}, "need 4000 at least"),
+        (
+            {"epochs": 5, "lr_warmup_epochs": 5.0},
+            "lr_warmup_epochs is 5 and epochs is 5: .* Give a --lr-warmup-epochs below",
+        ),
     ],
 )
 def test_a_run_that_cannot_be_made_is_refused_before_any_starts(

@@ -2,21 +2,9 @@
 
 import dataclasses
 import math
-from pathlib import Path
 
 import pytest
 from scipy import stats
-
-import odsgd_kvstore
-
-BENCHMARKS = Path(odsgd_kvstore.__file__).absolute().parents[1] / "benchmarks"
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """Import from the benchmarks' folder."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return __import__
 
 
 @pytest.fixture

@@ -4,21 +4,9 @@ import functools
 import json
 import math
 import threading
-from pathlib import Path
 
 import pytest
 from convergence_results import make_run, outcome
-
-import odsgd_kvstore
-
-BENCHMARKS = Path(odsgd_kvstore.__file__).absolute().parents[1] / "benchmarks"
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """Import from the benchmarks' folder."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return __import__
 
 
 @pytest.fixture

@@ -1,26 +1,15 @@
-"""Sections, tables, claims and pictures of benchmark_convergence.py."""
+"""Sections, tables, pictures and the page of benchmark_convergence.py."""
 
 import functools
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from convergence_results import make_run, outcome
 
-import odsgd_kvstore
-
-BENCHMARKS = Path(odsgd_kvstore.__file__).absolute().parents[1] / "benchmarks"
 # Matplotlib 3.7 calls pyparsing by names that later versions of it warn about.
 DRAWS = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 ORDER = ("dist_sync", "dist_async scaled", "none", "sgd", "mirror", "replica")
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """Import from the benchmarks' folder."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return __import__
 
 
 @pytest.fixture
@@ -124,6 +113,24 @@ def test_one_run_has_no_error_and_without_dist_sync_nothing_is_compared(
     assert pooled.rows[0][1:5] == ["1", "+1.00", "-", "-"]
 
 
+def test_only_workers_and_learning_rates_are_pooled(modules, new_result):
+    results = [
+        new_result(method, 1, 97, **fields)
+        for fields in (
+            {}, {"learning_rate": 0.04}, {"num_workers": 2}, {"num_evaluations": 3},
+            {"epochs": 1}, {"epochs": 1, "batch_size": 8}, {"optimizer": "nag"},
+        )
+        for method in ("dist_sync", "mirror")
+    ]  # fmt: skip
+    found = modules("convergence_sections").pools(results)
+    assert {title: len(group) for title, group in found.items()} == {
+        "mnist, lenet5, sgd, 1 epoch, batch 8": 2,
+        "mnist, lenet5, sgd, 1 epoch": 2,
+        "mnist, lenet5, sgd, 2 epochs": 8,
+        "mnist, lenet5, nag, 2 epochs": 2,
+    }
+
+
 def test_seconds_and_the_time_to_an_accuracy_are_in_the_section_about_time(
     modules, new_result
 ):
@@ -134,7 +141,8 @@ def test_seconds_and_the_time_to_an_accuracy_are_in_the_section_about_time(
         for method, seconds in (("dist_sync", 20.0), ("mirror", 10.0))
     ]
     table, times, _ = sections.tables_of(sections.TIME, results)
-    assert (table.header[-1], table.rows[0][-1]) == ("seconds", "20.0")
+    assert table.header[-2:] == ("seconds", "ms per step")
+    assert table.rows[0][-2:] == ["20.0", "202.0"]  # 100 steps, the first is not timed
     assert times.rows[1] == ["mirror", "2 of 2", "9.9", "0.50", "0.50, 0.50"]
     assert times.rows[0][3] == "-"
 
@@ -145,127 +153,14 @@ def test_a_table_is_text_and_markdown(modules):
     assert table.markdown() == "**T**\n\n| a | b |\n| --- | --: |\n| x\\|y | 1 |"
 
 
-def whole_preset(new_result, **accuracies):
-    """What the mnist preset would give."""
-    return mnist_results(new_result, (2, 4), (1, 2, 3), **accuracies)
-
-
-def verdicts(modules, results):
-    """The verdict of each claim, by its text without what is in brackets."""
-    checks = modules("convergence_claims").check_claims(results)
-    found = {re.sub(r" \(.*?\)", "", check.claim): check.verdict for check in checks}
-    assert len(found) == len(checks)
-    return found
-
-
-def test_nothing_is_claimed_without_runs(modules):
-    found = verdicts(modules, [])
-    assert len(found) == 12 and set(found.values()) == {"not measured"}
-
-
-def test_claims_hold_on_results_that_are_as_they_should_be(modules, new_result):
-    found = verdicts(modules, whole_preset(new_result))
-    assert found["mnist: mirror is as good as dist_sync"] == "met"
-    assert found["mnist: replica is as good as dist_sync"] == "met"
-    assert found["mnist, 4 workers, lr 0.04: no run of mirror fails"] == "met"
-    assert found["cifar10: mirror is as good as dist_sync"] == "not measured"
-    orders = [text for text in found if "sgd between none and dist_sync" in text]
-    assert len(orders) == 4
-    assert {found[text] for text in orders} == {"as predicted"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "claim", "verdict"),
-    [
-        # All pairs alike: the interval is a point below zero.
-        ({"mirror": -0.5}, "mnist: mirror is as good as dist_sync", "NOT met"),
-        ({"replica": -80}, "mnist: replica is as good as dist_sync", "NOT met"),
-        ({"mirror": 0.5}, "mnist: mirror is as good as dist_sync", "met"),
-        ({"sgd": 0.5}, "sgd between none", "NOT as predicted"),
-        ({"sgd": -5}, "sgd between none", "NOT as predicted"),
-        ({"dist_async scaled": 0.1}, "sgd between none", "NOT as predicted"),
-    ],
-)
-def test_a_claim_can_fail(modules, new_result, changes, claim, verdict):
-    found = verdicts(modules, whole_preset(new_result, **changes))
-    assert {found[text] for text in found if claim in text} == {verdict}
-
-
-def test_one_bad_setting_breaks_a_claim_whose_interval_reaches_zero(
-    modules, new_result
-):
-    results = whole_preset(new_result, mirror=1.0)
-    results += [
-        new_result(method, 1, accuracy, epochs=1)
-        for method, accuracy in (("dist_sync", 97), ("mirror", 95.9))
-    ]
-    found = verdicts(modules, results)
-    assert found["mnist: mirror is as good as dist_sync"] == "NOT met"
-
-
-def test_one_failed_training_at_the_high_rate_breaks_a_claim(modules, new_result):
-    results = whole_preset(new_result)
-    results.append(new_result("replica", 4, 11.3, learning_rate=0.04))
-    checks = modules("convergence_claims").check_claims(results)
-    found = {check.claim: check for check in checks if "no run of" in check.claim}
-    (replica,) = [
-        c for text, c in found.items() if "mnist" in text and "replica" in text
-    ]
-    assert replica.verdict == "NOT met"
-    assert replica.found == "1 of 4 failed, lowest accuracy 11.30 %"
-    (mirror,) = [c for text, c in found.items() if "mnist" in text and "mirror" in text]
-    assert mirror.verdict == "met"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "accuracy", "verdict"),
-    [(8.0, 98, "met"), (30.0, 98, "NOT met"), (8.0, 96, "NOT met")],
-)
-def test_the_time_to_an_accuracy_is_claimed(
-    modules, new_result, seconds, accuracy, verdict
-):
-    results = [
-        new_result(method, seed, *figures, rate="70mbit")
-        for seed in (1, 2, 3)
-        for method, figures in (
-            ("dist_sync", (98, 20.0)),
-            ("mirror", (accuracy, seconds)),
-        )
-    ]
-    found = verdicts(modules, results)
-    text = "mnist, links as slow as the computation: mirror reaches 97 % in less time"
-    assert found[f"{text} than dist_sync"] == verdict
-
-
-def test_other_optimizers_and_data_are_kept_apart_in_the_claims(modules, new_result):
-    results = [
-        new_result(method, seed, accuracy, **fields)
-        for fields in (
-            {"optimizer": "nag"},
-            {"optimizer": "adam", "learning_rate": 0.001, "num_workers": 8},
-            {"dataset": "cifar10", "learning_rate": 0.02},
-            {"learning_rate": 0.3},  # a stress test of one's own
-            {"partition": "classes"},
-        )
-        for seed in (1, 2)
-        for method, accuracy in (
-            ("dist_sync", 97),
-            ("mirror", 96 if "optimizer" in fields else 97),
-        )
-    ]
-    found = verdicts(modules, results)
-    assert found["mnist, nag: mirror is as good as dist_sync"] == "NOT met so far"
-    assert found["mnist, adam: mirror is as good as dist_sync"] == "NOT met so far"
-    assert found["cifar10: mirror is as good as dist_sync"] == "met so far"
-    assert found["mnist: mirror is as good as dist_sync"] == "not measured"
-
-
 @DRAWS
 def test_the_report_is_the_same_each_time_and_says_what_is_missing(
     modules, store, new_run, new_result, capsys
 ):
-    for result in mnist_results(new_result):
-        store.save(result.run, outcome(result.run, result.accuracy))
+    for load, result in enumerate(mnist_results(new_result)):
+        content = outcome(result.run, result.accuracy)
+        content["provenance"] = {"machine": {"load": load / 2}}
+        store.save(result.run, content)
     broken = new_run("none", 9)
     store.save(broken, outcome(broken, status="failed"))
     (store.folder / "odd.json").write_text("{")
@@ -278,25 +173,24 @@ def test_the_report_is_the_same_each_time_and_says_what_is_missing(
     ]  # fmt: skip
     assert f"- {broken.name}: the job broke: why" in text
     assert "- odd.json: not readable as a result" in text
-    assert "- 24 runs" in text
+    assert "- 24 runs" in text and "- load of the machine: 0.0 to 11.5\n" in text
     for line in (
         "Accuracy (SGD)\n====",
         "met so far: mnist: mirror is",
-        "not measured: 7 of 13",
+        "not measured: 10 of 15",
     ):
         assert line in printed
     names = [picture.name for picture in pictures]
     assert names == [
         f"accuracy-{name}.png"
         for name in (
-            "loss-steps", "loss-seconds", "accuracy-steps", "accuracy-seconds",
-            "differences",
+            "loss-steps", "accuracy-steps", "differences",
         )
     ]  # fmt: skip
     contents = [picture.read_bytes() for picture in pictures]
     assert all(each.startswith(b"\x89PNG") for each in contents)
-    assert len(set(contents)) == 5
-    assert [f"![{name}]({name})" in text for name in names] == [True] * 5
+    assert len(set(contents)) == 3
+    assert [f"![{name}]({name})" in text for name in names] == [True] * 3
     page.unlink()
     assert publish(store.read(), store.folder, set()) == [page]  # nothing drawn
     assert page.read_text() == text
@@ -316,8 +210,34 @@ def test_a_diverged_training_can_be_drawn_and_a_lone_method_too(
     contents = store.read()
     publish = modules("convergence_report").publish
     page, *pictures = publish(contents, store.folder, None)
-    assert len(pictures) == 4  # no differences
+    assert len(pictures) == 2  # no differences
     assert "2.000 / nan / nan / nan | 1 |" in page.read_text()
+
+
+@DRAWS
+@pytest.mark.parametrize(
+    ("fields", "number"),
+    [
+        ({"rate": "70mbit"}, 4),
+        ({"straggler_ms": 20.0}, 4),
+        ({"dataset": "imagenet"}, 4),
+        ({"dataset": "digits"}, 2),
+        ({"num_workers": 8}, 2),
+    ],
+)
+def test_curves_over_seconds_are_drawn_where_seconds_mean_something(
+    modules, store, new_run, fields, number
+):
+    run = new_run(**fields)
+    section = modules("convergence_sections").section_of(run)
+    store.save(run, outcome(run))
+    results = list(store.read().results.values())
+    drawn = modules("convergence_plot").draw(section, results, store.folder)
+    assert sum("-seconds" in path.name for path in drawn) == number - 2
+    assert len(drawn) == number
+    (store.folder / f"{section.slug}-loss-seconds.png").touch()  # of earlier times
+    names = modules("convergence_report").pictures(section, store.folder)
+    assert len(names) == number
 
 
 def test_without_matplotlib_there_are_tables_and_a_note(

@@ -3,24 +3,14 @@
 import gzip
 import struct
 import threading
-from pathlib import Path
 
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import recordio
+from pictures import pack_records
 
-import odsgd_kvstore
-
-BENCHMARKS = Path(odsgd_kvstore.__file__).absolute().parents[1] / "benchmarks"
+LIMIT_S = 60
 CIFAR, IMAGENET = (3, 32, 32), (3, 224, 224)
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """Import from the benchmarks' folder."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return __import__
 
 
 @pytest.fixture
@@ -71,19 +61,13 @@ def write_mnist(folder, count=8):
 
 
 def write_records(folder, name, count, shape, num_classes=10, indexed=True):
-    """A RecordIO file of one-coloured PNG images; label i % num_classes."""
-    cv2 = pytest.importorskip("cv2", reason="writes images with OpenCV, of GluonCV")
-    path, index = str(folder / f"{name}.rec"), str(folder / f"{name}.idx")
-    record = recordio.MXIndexedRecordIO(index, path, "w")
-    for i in range(count):
-        colour = np.array([i, 2 * i, 100], "uint8")  # blue, green, red for OpenCV
-        pixels = np.full((*shape[1:], 3), colour, "uint8")
-        content = cv2.imencode(".png", pixels)[1].tobytes()
-        header = recordio.IRHeader(0, i % num_classes, i, 0)
-        record.write_idx(i, recordio.pack(header, content))
-    record.close()
+    """A RecordIO file of one-coloured images; label i % num_classes."""
+    colours = [(100, 2 * i, i) for i in range(count)]
+    pictures = [np.full((*shape[1:], 3), colour) for colour in colours]
+    path = folder / f"{name}.rec"
+    pack_records(path, pictures, np.arange(count) % num_classes)
     if not indexed:
-        Path(index).unlink()
+        path.with_suffix(".idx").unlink()
 
 
 def test_ranks_share_each_epoch_and_every_seed_has_its_own_order(opened):
@@ -153,6 +137,7 @@ def test_test_images_are_shared_and_fixed_ones_are_not(opened):
     fixed = [[i.asnumpy() for i in r.fixed(7)] for r in ranks]
     assert len(fixed[0]) == 2  # whole batches of 3
     np.testing.assert_array_equal(*fixed)
+    assert [len(list(ranks[0].fixed(n))) for n in (1, 3, 99)] == [1, 1, 3]
 
 
 @pytest.mark.parametrize("values", [{"max_train": 5}, {"batch_size": 11}])
@@ -183,7 +168,8 @@ def test_idx_files_are_read_once_even_by_two_at_once(modules, make_run, tmp_path
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(LIMIT_S)
+    assert not any(thread.is_alive() for thread in threads)
     assert len(set(found)) == 1
     assert list((tmp_path / "cache").iterdir()) == [found[0]]
     run = make_run(num_workers=1, batch_size=8)
@@ -233,7 +219,7 @@ def test_imagenet_is_streamed_in_equal_numbers(modules, make_run, tmp_path):
     test = sorted(int(n) for r in ranks for _, y in r.test() for n in y.asnumpy())
     assert test == [0, 1, 2, 3, 4]
     fixed = [[x.asnumpy() for x in r.fixed(4)] for r in ranks]
-    assert len(fixed[0]) == 2
+    assert len(fixed[0]) == 2 and len(list(ranks[0].fixed(1))) == 1
     np.testing.assert_array_equal(*fixed)
 
 

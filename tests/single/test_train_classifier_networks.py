@@ -248,8 +248,8 @@ def test_places_of_the_right_classes(example):
     nan = float("nan")
     scores = [[3, 1, 2], [1, 3, 2], [0, 0, 0], [nan, nan, nan], [9, nan, 5]]
     places = before(mx.nd.array(scores), mx.nd.array([0, 0, 1, 2, 0]))
-    # the best, the worst, even with two others, not numbers (two)
-    assert places.tolist() == [0, 2, 2, 3, 1]
+    # the best, the worst, even with two others, not numbers (two): not among five
+    assert places.tolist() == [0, 2, 2, 5, 5]
 
 
 def test_a_worker_of_a_job_does_not_train_alone(example, flags, monkeypatch):
