@@ -94,7 +94,9 @@ class DelayCompensation(NamedOptimizer):
             self._states[part.key] = FlatState.zeros(part.whole)
         mean = self._states[part.key].of(part.run)
         mean *= _DECAY
-        mean += (1 - _DECAY) * square
+        # What is not a number would stay, also after weights are assigned.
+        finite = nd.contrib.isfinite(square)
+        mean += (1 - _DECAY) * nd.where(finite, square, nd.zeros_like(square))
         return mean
 
 

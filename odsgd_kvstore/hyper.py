@@ -33,7 +33,6 @@ class HyperParameters:
     def __init__(self, optimizer: opt.Optimizer, store: int) -> None:
         self._optimizer, self._store = optimizer, store
         self._seen = hyper_parameters(optimizer)
-        self._had_momentum = bool(getattr(optimizer, "momentum", 0))
         self._servers_schedule = copy.deepcopy(optimizer.lr_scheduler)
         self._told: dict[Block, list[list[float]]] = {}
         self._steps_changed = 0
@@ -62,7 +61,7 @@ class HyperParameters:
         Raises
         ------
         ConfigError
-            Momentum was switched on, which needs state that does not exist, or an
+            Momentum was switched on, which needs what nobody has kept; or an
             attribute is not plain any more.
         """
         changed = self.changed()
@@ -77,11 +76,12 @@ class HyperParameters:
                 f"The optimizer's {name} was set to {getattr(self._optimizer, name)!r}; "
                 "allowed is a plain number, such as 0.1."
             )
-        if changed.get("momentum") and not self._had_momentum:
+        if changed.get("momentum") and not self._seen["momentum"]:
             raise ConfigError(
                 f"momentum was changed from 0 to {changed['momentum']} during training, "
-                "and the servers keep no momentum for it. Start with the momentum you "
-                "need, or make a new store."
+                "and neither the servers nor the local update have kept any while it "
+                "was 0. Start with the momentum you need, and change it to a small "
+                "value instead of 0, such as 0.01; or make a new store."
             )
         self._seen = {name: vars(self._optimizer)[name] for name in self._seen}
         self._warn_if_changed_by_hand(bool(changed))

@@ -155,7 +155,7 @@ class MirrorAdam(_WithState):
         settings["lr"] *= math.sqrt(1 - rule.beta2**t) / (1 - rule.beta1**t)
         mean = nd.elemwise_sub(previous, global_weight, out=previous)
         rate, epsilon = self._last_used(part) or (0.0, 0.0)
-        if 0 < settings["lr"] <= LARGEST_RISE * rate:
+        if 0 < abs(settings["lr"]) <= LARGEST_RISE * abs(rate):
             scale = nd.sqrt(variance, out=local_weight)
             scale += epsilon
             mean *= scale

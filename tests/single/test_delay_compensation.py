@@ -291,6 +291,18 @@ def test_compression_to_two_bits_leaves_the_local_update_whole():
     assert_same(*train(compression_params=two_bits))
 
 
+def test_adaptive_forgets_a_gradient_that_is_not_finite():
+    # L of that step is lost; the mean square of the next ones is not.
+    rule, twin = (make({"adaptive": True}) for _ in range(2))
+    weight, beneath, gradient = draw(1), draw(2), draw(3)
+    lost = updated(rule, weight, beneath, np.full(SIZE, np.inf, np.float32))
+    assert not np.isfinite(lost).any()
+    updated(twin, weight, beneath, np.zeros(SIZE, np.float32))
+    for _ in range(2):
+        made = updated(rule, weight, beneath, gradient)
+        assert np.array_equal(made, updated(twin, weight, beneath, gradient))
+
+
 # Refusals
 
 

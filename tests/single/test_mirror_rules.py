@@ -194,6 +194,14 @@ def test_adam_takes_no_rounding_for_momentum_when_the_rate_rises(rise):
         assert off <= rise * 1e-6
 
 
+@pytest.mark.parametrize("changes", [{}, {5: {"lr": -0.01}}])
+def test_adam_with_a_negative_rate_keeps_its_momentum(changes):
+    # As with lr_mult -1, which reverses gradients.
+    settings = {**ADAM, "wd": 0, "learning_rate": 0.01 if changes else -0.01}
+    *_, made = run("adam", settings, 1, 6, 0, changes)
+    close(made.local[0].asnumpy(), made.weight.asnumpy())
+
+
 def test_adam_of_a_worker_that_never_had_a_gradient_follows_the_displacement():
     # v = 0: m = -D eps / c(t), so that L = W + beta1 c(t+1) / c(t) D.
     made = Workers("adam", {**ADAM, "wd": 0}, "mirror", 2, draw(7))

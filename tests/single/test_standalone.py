@@ -254,12 +254,13 @@ def test_failure_of_the_servers_part_is_raised_with_its_traceback(capsys):
     capsys.readouterr()
 
 
-def test_momentum_switched_on_in_training_is_refused():
-    net = network()
-    trainer = odsgd_kvstore.Trainer(
-        net.collect_params(), "sgd", {"learning_rate": 0.05}
-    )
-    train(net, trainer, 2)
+@pytest.mark.parametrize("first", [0.0, 0.9])
+def test_momentum_switched_on_in_training_is_refused(first):
+    net, settings = network(), {"learning_rate": 0.05, "momentum": first}
+    trainer = odsgd_kvstore.Trainer(net.collect_params(), "sgd", settings)
+    train(net, trainer, 1)
+    trainer._optimizer.momentum = 0.0
+    train(net, trainer, 1)
     trainer._optimizer.momentum = 0.9
     before = weights(net)
     with pytest.raises(
