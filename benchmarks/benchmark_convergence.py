@@ -9,23 +9,23 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import convergence_options
 import report
 from batches import DataError
-from convergence_check import RunError, check_runs
+from convergence_check import RunError, check_runs, check_same_data
 from convergence_job import execute
 from convergence_options import Options
-from convergence_report import publish
+from convergence_report import not_counted, publish
 from convergence_run import Run
 from convergence_sections import describe, section_of
 from convergence_statistics import setting_of
 from convergence_store import Contents, Result, Store
+from datasets import CACHE
 
 from odsgd_kvstore.errors import LaunchError
-
-CACHE = "cache"  # of decoded data, inside the results' folder
 
 
 def main(options: Options) -> int:
@@ -48,7 +48,7 @@ def main(options: Options) -> int:
     num_broken = 0 if options.report_only else make_runs(options, store)
     contents = store.read()
     if not contents.results:
-        print(f"There is no result in {options.folder}: run a preset first.")
+        print(without_result(contents, options.folder))
         return 1
     chosen = {section_of(run) for run in options.runs} or None
     written = publish(contents, options.folder, chosen)
@@ -56,6 +56,14 @@ def main(options: Options) -> int:
     print(f"\nWritten: {written[0]}{pictures}")
     print(f"Stored: {len(contents.results)} runs, a file of JSON for each")
     return int(num_broken > 0)
+
+
+def without_result(contents: Contents, folder: Path) -> str:
+    """Why there is nothing to report."""
+    left_out = not_counted(contents)
+    if not left_out:
+        return f"There is no result in {folder}: run a preset first."
+    return "\n".join([f"\nNothing in {folder} is the result of a run:", *left_out])
 
 
 def list_runs(runs: Sequence[Run], contents: Contents) -> None:
@@ -74,9 +82,11 @@ def about(runs: Sequence[Run], contents: Contents) -> str:
 
 def make_runs(options: Options, store: Store) -> int:
     """Make all runs that are not stored; return how many jobs broke."""
+    store.probe()
     contents = store.read()
     known = dict(contents.results)
     missing = [run for run in options.runs if run not in known]
+    check_same_data(options.runs, known.values(), options.data, options.folder)
     check_runs(missing, options.data, options.folder / CACHE)
     if missing and options.is_timed:
         report.warn_if_busy()
@@ -144,8 +154,12 @@ def in_words(run: Run) -> str:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.stdout.reconfigure(errors="replace")
+    asked = convergence_options.parse(about=__doc__)
     try:
-        sys.exit(main(convergence_options.parse(about=__doc__)))
+        sys.exit(main(asked))
+    except OSError as error:  # one of a write that fails does not know its file
+        path = error.filename or asked.folder
+        sys.exit(f"benchmark_convergence: {path}: {error.strerror or error}")
     except (DataError, LaunchError, RunError) as error:
         text = str(error).replace("--emulate-bandwidth", "--rate")
         sys.exit(f"benchmark_convergence: {text}")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import datasets
 import mxnet as mx
 import networks
 from convergence_run import METHODS, Run
+from convergence_store import Result
 
 from odsgd_kvstore import local_update
 from odsgd_kvstore.errors import ConfigError
+
+SIZES = "partition", "batch_size", "num_workers", "max_train", "max_test"
 
 
 class RunError(ValueError):
@@ -36,7 +39,7 @@ def check_runs(runs: Iterable[Run], data: Path | None, cache: Path) -> None:
         The data are missing, damaged or too few.
     RunError
         A network, an optimizer or a local update rule does not exist or does not fit;
-        the learning rate would only rise.
+        the learning rate would only rise; dist_odsgd would only warm up.
     """
     chosen = list(runs)
     for run in _first_with_new(chosen, "epochs", "lr_warmup_epochs"):
@@ -47,10 +50,64 @@ def check_runs(runs: Iterable[Run], data: Path | None, cache: Path) -> None:
         _check_network(run)
     for name in sorted({run.dataset for run in chosen}):
         folder = datasets.prepare(name, data, cache)
-        sizes = "partition", "batch_size", "num_workers", "max_train", "max_test"
-        for run in _first_with_new(chosen, "dataset", *sizes):
-            if run.dataset == name:
-                datasets.open_dataset(run, folder, rank=0)
+        _check_steps([run for run in chosen if run.dataset == name], folder)
+
+
+def check_same_data(
+    runs: Iterable[Run], results: Collection[Result], data: Path | None, output: Path
+) -> None:
+    """Refuse data other than those of the results that they would be compared with.
+
+    Parameters
+    ----------
+    runs : iterable of Run
+        All that are asked for, also those that are stored.
+    results : collection of Result
+        The stored ones; those that do not know their data are accepted.
+    data : Path, optional
+        Folder of the data set.
+    output : Path
+        Folder of the results and of the decoded data.
+
+    Raises
+    ------
+    DataError
+        The data are missing or damaged.
+    RunError
+        A result of the same data set is of other data.
+    """
+    for name in sorted({run.dataset for run in runs}):
+        known = {r.data for r in results if r.run.dataset == name} - {None}
+        if not known:
+            continue
+        folder = datasets.prepare(name, data, output / datasets.CACHE)
+        if known != {datasets.digest(folder)}:
+            raise RunError(
+                f"results in {output} are of other {name} data; give another --output "
+                "or the same --data."
+            )
+
+
+def _check_steps(runs: Iterable[Run], folder: Path) -> None:
+    """Runs of one data set: are there enough images, and does the warm-up end?"""
+    per_epoch: dict[tuple, int] = {}
+    for run in runs:
+        key = tuple(getattr(run, name) for name in SIZES)
+        if key not in per_epoch:
+            batches = datasets.open_dataset(run, folder, rank=0)
+            per_epoch[key] = batches.steps_per_epoch
+        _check_warmup(run, run.epochs * per_epoch[key])
+
+
+def _check_warmup(run: Run, num_steps: int) -> None:
+    is_stock = METHODS[run.method].has_stock_servers
+    if not is_stock and run.warmup_steps >= num_steps:
+        raise RunError(
+            f"method {run.method!r} would be dist_sync throughout: warmup_steps is "
+            f"{run.warmup_steps}, and each of the {run.num_workers} workers makes "
+            f"{num_steps} steps. Give a --warmup-steps below {num_steps}, or more "
+            "--epochs."
+        )
 
 
 def _first_with_new(runs: Iterable[Run], *names: str) -> list[Run]:

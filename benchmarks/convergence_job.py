@@ -41,8 +41,9 @@ def execute(
     Returns
     -------
     dict
-        run; status: 'ok', also of a diverged training, or 'failed' with the launcher's
-        message as reason; wall_s: of the whole job; if 'ok', all that `combine` finds.
+        run; data: their digest; status: 'ok', also of a diverged training, or 'failed'
+        with the launcher's message as reason; wall_s: of the whole job; if 'ok', all
+        that `combine` finds.
 
     Raises
     ------
@@ -53,10 +54,11 @@ def execute(
     """
     folder = datasets.prepare(run.dataset, data, cache)
     datasets.open_dataset(run, folder, rank=0)  # are there enough?
+    facts = {"run": dataclasses.asdict(run), "data": datasets.digest(folder)}
     start = time.perf_counter()
     reports, reason = run_job(plan(run, folder), timeout_s)
     wall_s = time.perf_counter() - start
-    outcome = {"run": dataclasses.asdict(run), "wall_s": wall_s, "reason": reason}
+    outcome = {**facts, "wall_s": wall_s, "reason": reason}
     if reason:
         return {**outcome, "status": "failed"}
     return {**outcome, "status": "ok", **combine(reports)}

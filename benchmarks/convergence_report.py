@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import convergence_plot
 from convergence_claims import check_claims, claims_table, claims_text
@@ -102,13 +103,13 @@ def origins(results: Collection[Result]) -> str:
     commits, versions, machines, loads = set(), set(), set(), set()
     for result in results:
         origin = result.origin
-        commits.add(origin.get("commit") or "unknown")
-        for name, version in origin.get("versions", {}).items():
+        commits.add(str(origin.get("commit") or "unknown"))
+        for name, version in _mapping(origin.get("versions")).items():
             versions.add(f"{name} {version}")
-        machine = origin.get("machine", {})
+        machine = _mapping(origin.get("machine"))
         if machine:
             machines.add(f"{machine.get('processor')}, {machine.get('cores')} cores")
-        if "load" in machine:
+        if isinstance(machine.get("load"), (int, float)):
             loads.add(machine["load"])
     lines = [f"{len(results)} runs", f"commits: {_listed(commits)}"]
     lines += [f"versions: {_listed(versions)}", f"machines: {_listed(machines)}"]
@@ -127,6 +128,11 @@ def not_counted(contents: Contents) -> list[str]:
         f"{name}: not readable as a result; it was left as it is"
         for name in contents.unreadable
     ]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """What a file says, if it can be looked up in: provenance is not checked."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _listed(names: set[str]) -> str:

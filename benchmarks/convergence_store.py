@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -11,8 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterator, Mapping
 
+import datasets
 import numpy as np
-from convergence_run import Run
+from convergence_run import METHODS, Run
+
+NO_RESULT = KeyError, OSError, OverflowError, RecursionError, TypeError, ValueError
+AT_LEAST_1 = ("num_workers", "num_servers", "epochs", "batch_size", "num_evaluations")
+# As `Run` annotates its fields; a whole number may be written without a point.
+TYPES = {"str": (str,), "int": (int,), "float": (float, int), "None": (type(None),)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +44,8 @@ class Result:
         Step, seconds, accuracy in percent, test loss.
     origin : mapping
         Where and how it was measured; `report.provenance`.
+    data : str, optional
+        Digest of the data, `datasets.digest`; None in older files.
     """
 
     run: Run
@@ -48,6 +57,7 @@ class Result:
     evaluations: np.ndarray
     max_staleness: int | None = None
     origin: Mapping[str, Any] = field(default_factory=dict)
+    data: str | None = None
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Result:
@@ -55,21 +65,29 @@ class Result:
 
         Raises
         ------
-        KeyError, TypeError, ValueError
+        KeyError, OverflowError, TypeError, ValueError
             The content is not that of a run that ended.
         """
+        run = run_from_json(content["run"])
         evaluations = _points(content["evaluations"], 4)
         evaluations[:, 2] *= 100
+        accuracy = _number(content["accuracy"])
+        if accuracy < 0 or accuracy > 1:
+            raise ValueError(f"accuracy is {accuracy}; it is from 0 to 1.")
+        origin = content.get("provenance")
         return cls(
-            run=Run(**content["run"]),
-            accuracy=100 * _number(content["accuracy"]),
-            num_steps=int(content["num_steps"]),
+            run=run,
+            accuracy=100 * accuracy,
+            num_steps=_checked("num_steps", content["num_steps"], "int"),
             seconds=_number(content["seconds"]),
             wall_s=_number(content["wall_s"]),
             losses=_points(content["losses"], 2),
             evaluations=evaluations,
-            max_staleness=content.get("max_staleness"),
-            origin=content.get("provenance", {}),
+            max_staleness=_checked(
+                "max_staleness", content.get("max_staleness"), "int | None"
+            ),
+            origin=origin if isinstance(origin, Mapping) else {},
+            data=_checked("data", content.get("data"), "str | None"),
         )
 
 
@@ -104,6 +122,21 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def probe(self) -> None:
+        """Make the folder, and try whether a file can be written there.
+
+        Raises
+        ------
+        OSError
+            It cannot.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f".probe.{secrets.token_hex(4)}.tmp"
+        try:
+            path.write_text("probe\n", encoding="ascii")
+        finally:
+            path.unlink(missing_ok=True)
+
     def read(self) -> Contents:
         """Read all files; of several with the same run the first one counts."""
         results: dict[Run, Result] = {}
@@ -117,8 +150,8 @@ class Store:
                     result = Result.from_json(content)
                     results.setdefault(result.run, result)
                 else:
-                    failed[Run(**content["run"])] = str(content["reason"])
-            except (KeyError, OSError, TypeError, ValueError):
+                    failed[run_from_json(content["run"])] = str(content["reason"])
+            except NO_RESULT:
                 unreadable.append(path.name)
         broken = {run: why for run, why in failed.items() if run not in results}
         return Contents(results, broken, tuple(unreadable))
@@ -154,6 +187,36 @@ class Store:
         raise AssertionError("unreachable: the names do not end")
 
 
+def run_from_json(fields: Mapping[str, Any]) -> Run:
+    """A run from what a file says of it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A field is missing, unknown, or has a value that no run has.
+    """
+    run = Run(**fields)
+    for each in dataclasses.fields(run):
+        _checked(each.name, getattr(run, each.name), each.type)
+    for name, known in (("dataset", datasets.DATASETS), ("method", METHODS)):
+        if getattr(run, name) not in known:
+            raise ValueError(f"{name} is {getattr(run, name)!r}, which is not known.")
+    for name in AT_LEAST_1:
+        if getattr(run, name) < 1:
+            raise ValueError(f"{name} is {getattr(run, name)}; it is 1 at least.")
+    return run
+
+
+def _checked(name: str, value: Any, kind: str) -> Any:
+    """The value, if it is of that type, such as 'int | None', and finite."""
+    allowed = tuple(t for word in kind.split(" | ") for t in TYPES[word])
+    if not isinstance(value, allowed) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it is of type {kind}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; it is a finite number.")
+    return value
+
+
 def _names(run: Run, failed: bool) -> Iterator[str]:
     """Names for a run's file, in the order in which they are tried."""
     if not failed:
@@ -169,7 +232,9 @@ def _number(value: float | None) -> float:
 
 
 def _points(rows: Any, width: int) -> np.ndarray:
-    """Rows of numbers, nan for null."""
+    """Rows of numbers, nan for null; one row at least."""
+    if not rows:
+        raise ValueError("there is no point.")
     points = np.array([[_number(x) for x in row] for row in rows], dtype=float)
     return points.reshape(len(rows), width)
 

@@ -23,6 +23,8 @@ from image_stream import StreamBatches, check_records
 
 Arrays = Tuple[np.ndarray, np.ndarray]  # images (n, channels, height, width), labels
 NAMES = ("train_images", "train_labels", "test_images", "test_labels")
+CACHE = "cache"  # of decoded data, inside the results' folder
+DIGEST = "digest"  # a file beside the arrays
 CACHE_FORMAT = 1  # a part of the cache's keys: higher when what is written changes
 IDX_NAMES = (
     "train-images-idx3-ubyte",
@@ -95,6 +97,45 @@ def prepare(name: str, data: Path | None, cache: Path) -> Path:
     if not folder.is_dir():
         _store(dataset.read(paths), folder)
     return folder
+
+
+def digest(folder: Path) -> str:
+    """What data a folder has: equal for equal data, wherever they are.
+
+    Parameters
+    ----------
+    folder : Path
+        From `prepare`. The digest of decoded data is kept in it.
+
+    Returns
+    -------
+    str
+        SHA-256 of the decoded arrays, or, of data that are streamed, of the indices
+        and of the records' sizes.
+    """
+    if not (folder / f"{NAMES[0]}.npy").is_file():
+        return _digest_of_stream(folder)
+    kept = folder / DIGEST
+    if not kept.is_file():
+        found = hashlib.sha256()
+        for name in NAMES:
+            array = np.load(folder / f"{name}.npy", mmap_mode="r")
+            found.update(f"{name} {array.dtype} {array.shape} ".encode())
+            found.update(np.ascontiguousarray(array))
+        partial = folder / f".{DIGEST}-{os.getpid()}"
+        partial.write_text(found.hexdigest() + "\n", encoding="ascii")
+        os.replace(partial, kept)
+    return kept.read_text(encoding="ascii").strip()
+
+
+def _digest_of_stream(folder: Path) -> str:
+    """Of RecordIO files, without reading them whole."""
+    found = hashlib.sha256()
+    for name in ("train", "val"):
+        size = (folder / f"{name}.rec").stat().st_size
+        found.update(f"{name} {size} ".encode())
+        found.update((folder / f"{name}.idx").read_bytes())
+    return found.hexdigest()
 
 
 def find(name: str) -> Dataset:
@@ -177,9 +218,13 @@ def _store(parts: tuple[Arrays, Arrays], folder: Path) -> None:
         for name, array in zip(NAMES, [*parts[0], *parts[1]]):
             np.save(partial / f"{name}.npy", array)
         os.replace(partial, folder)
-    except OSError:
+    except OSError as error:
         if not folder.is_dir():  # else another program was faster
-            raise
+            raise DataError(
+                f"the decoded data cannot be kept in {folder.parent}: "
+                f"{error.strerror or error}. Is the disk full? Make room, or give "
+                "another --output."
+            ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -7,6 +7,8 @@ JSON is written last: a checkpoint without it was interrupted, and does not coun
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -51,11 +53,14 @@ class Start:
         The weights; None for new ones.
     record : dict
         The checkpoint's JSON; empty if there is none.
+    before : Path or None
+        With --resume auto: the weights of the checkpoint before, if there is one.
     """
 
     epoch: int = 0
     params: Path | None = None
     record: dict[str, Any] | None = None
+    before: Path | None = None
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -82,6 +87,8 @@ def save(
 ) -> Path:
     """Write a checkpoint, whole or not at all; return the path of its weights.
 
+    Removes what an earlier training left that was killed while it saved.
+
     Parameters
     ----------
     net : gluon.Block
@@ -96,6 +103,7 @@ def save(
     path = _path(args, epoch)
     record = {"epoch": epoch, **facts, "flags": vars(args)}
     text = json.dumps(record, indent=1, sort_keys=True) + "\n"
+    _remove_partial(args)
     _write(path, lambda partial: net.save_parameters(str(partial)))
     _write(path.with_suffix(".json"), lambda partial: partial.write_text(text))
     return path
@@ -110,8 +118,11 @@ def find(args: argparse.Namespace) -> Start:
         The weights that were asked for are not there.
     """
     if args.resume == "auto":
-        epoch = _newest(args)
-        return _at(args, epoch) if epoch else Start()
+        epochs = _whole(args)
+        if not epochs:
+            return Start()
+        before = _path(args, epochs[-2]) if epochs[1:] else None
+        return dataclasses.replace(_at(args, epochs[-1]), before=before)
     if args.resume_params:
         path = Path(args.resume_params).expanduser()
         if not path.is_file():
@@ -141,10 +152,15 @@ def load(net: gluon.Block, start: Start, contexts: list[mx.Context]) -> None:
     try:
         net.load_parameters(str(start.params), ctx=contexts)
     except (AssertionError, ValueError, mx.MXNetError) as error:
+        lines = str(error).strip().splitlines() or ["no reason is known"]
+        # MXNet's own begin with a trace of its C++ code.
+        reason = lines[-1 if lines[0].startswith("Traceback") else 0]
+        advice = ""
+        if start.before is not None:
+            advice = f" To go on from {start.before}, move this file away."
         raise Refused(
-            f"{start.params} does not hold the weights of this network: "
-            f"{str(error).strip().splitlines()[0]} Is it of another --model, "
-            "--num-classes or --input-size?"
+            f"{start.params} does not hold the weights of this network: {reason} Is it "
+            "of another --model, --num-classes or --input-size, or truncated?" + advice
         ) from None
 
 
@@ -158,13 +174,13 @@ def changed_flags(args: argparse.Namespace, start: Start) -> list[str]:
     ]
 
 
-def _newest(args: argparse.Namespace) -> int:
-    """Epochs done in the newest whole checkpoint of --save-dir; 0 for none."""
+def _whole(args: argparse.Namespace) -> list[int]:
+    """Epochs done in each whole checkpoint of --save-dir, rising."""
     pattern = re.compile(re.escape(args.model) + r"-(\d{4,})\.json")
     folder = Path(args.save_dir)
     names = os.listdir(folder) if folder.is_dir() else []
     found = [int(m.group(1)) for m in map(pattern.fullmatch, names) if m]
-    return max((e for e in found if _path(args, e).is_file()), default=0)
+    return sorted(e for e in found if e and _path(args, e).is_file())
 
 
 def _at(args: argparse.Namespace, epoch: int) -> Start:
@@ -187,6 +203,15 @@ def _record(path: Path) -> dict[str, Any] | None:
 
 def _path(args: argparse.Namespace, epoch: int) -> Path:
     return Path(args.save_dir) / f"{args.model}-{epoch:04d}.params"
+
+
+def _remove_partial(args: argparse.Namespace) -> None:
+    """Remove files of `_write` that a killed process left: one rank saves, no other."""
+    pattern = rf"\.{re.escape(args.model)}-\d{{4,}}\.(params|json)\.\d+\.partial"
+    for path in Path(args.save_dir).iterdir():
+        if re.fullmatch(pattern, path.name):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
 
 
 def _write(path: Path, save: Callable[[Path], Any]) -> None:

@@ -16,6 +16,7 @@ KVSTORES = (
     "dist_device_odsgd",
 )
 RECORDS = Path("~/.mxnet/datasets/imagenet/rec")
+RECORD_MAGIC = bytes.fromhex("0a23d7ce")
 EPILOG = """
 The learning rate is that of a step over the global batch: --batch-size times devices
 times workers. Gradients are summed over workers and divided by that number, so four
@@ -242,6 +243,10 @@ def _check_numbers(args: argparse.Namespace) -> None:
             f"--warmup-epochs is {args.warmup_epochs} and --num-epochs "
             f"{args.num_epochs}; the learning rate must be up before the last epoch."
         )
+    if args.momentum >= 1:
+        raise Refused(
+            f"--momentum is {args.momentum}; allowed are numbers from 0, below 1."
+        )
     folder = Path(args.logging_file).parent
     if not folder.is_dir():
         raise Refused(f"--logging-file: the folder {folder} does not exist.")
@@ -278,6 +283,14 @@ def _find_records(args: argparse.Namespace) -> None:
                     "(tools/rec2idx.py makes an .idx of a .rec)."
                 )
             setattr(args, key, str(file))
+        with open(path, "rb") as file:
+            start = file.read(len(RECORD_MAGIC))
+        if start != RECORD_MAGIC:
+            raise Refused(
+                f"{flag(name)}: {path} is no RecordIO file: it begins with "
+                f"{start.hex() or 'nothing'}, not {RECORD_MAGIC.hex()}. Pack images "
+                "with MXNet's tools/im2rec.py."
+            )
 
 
 def flag(name: str) -> str:

@@ -16,7 +16,7 @@ import odsgd_kvstore
 ROOT = Path(odsgd_kvstore.__file__).absolute().parents[1]
 PROGRAM = ROOT / "benchmarks" / "benchmark_convergence.py"
 LIMIT_S = 180
-FEW = ("--seeds", "1", "--epochs", "2", "--num-evaluations", "2")
+FEW = ("--seeds", "1", "--epochs", "2", "--num-evaluations", "2", "--warmup-steps", "9")
 PAIR = ("--preset", "smoke", "--method", "dist_sync", "--method", "mirror", *FEW)
 
 
@@ -84,6 +84,7 @@ def test_a_result_has_its_figures_and_its_origin(done):
         assert content["num_steps"] == 44
         assert [point[0] for point in content["evaluations"]] == [22, 44]
         assert 0.2 < content["accuracy"] <= 1
+        assert len(content["data"]) == 64
         origin = content["provenance"]
         assert "--preset smoke" in origin["command"]
         assert origin["versions"]["mxnet"] == "1.9.1"
@@ -125,7 +126,11 @@ def test_a_job_that_breaks_is_kept_beside_and_makes_the_program_fail(tmp_path):
     assert name.endswith("-failed-1.json")
     assert json.loads(content)["status"] == "failed"
     assert "dist_sync, seed 1: the job broke: " in text
-    assert "There is no result" in text
+    *_, said, why = text.splitlines()
+    assert said == f"Nothing in {tmp_path}/convergence is the result of a run:"
+    assert why.startswith(f"{name[: -len('-failed-1.json')]}: the job broke: ")
+    assert "run a preset first" not in text
+    assert run(tmp_path, "--report")[1].splitlines()[-2:] == [said, why]
 
 
 def test_the_imagenet_preset_trains_from_images(tmp_path):

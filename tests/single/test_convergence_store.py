@@ -67,6 +67,55 @@ def test_an_unreadable_file_is_named_and_left_alone(store, new_run, content):
     assert path.read_text() == content
 
 
+@pytest.mark.parametrize("origin", [None, "abc", [1], {"versions": 1, "machine": "x"}])
+def test_where_it_was_measured_may_be_unknown(store, new_run, modules, origin):
+    run = new_run()
+    store.save(run, {**outcome(run), "provenance": origin, "data": "abc"})
+    contents = store.read()
+    assert contents.unreadable == () and contents.results[run].data == "abc"
+    lines = modules("convergence_report").origins(contents.results.values())
+    assert lines.splitlines()[:2] == ["- 1 runs", "- commits: unknown"]
+
+
+@pytest.mark.parametrize("status", ["ok", "failed"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seed", "x"), ("seed", 1.5), ("seed", True), ("learning_rate", "a"),
+        ("learning_rate", math.nan), ("dataset", "nonesuch"), ("dataset", []),
+        ("method", "nonesuch"), ("num_workers", None), ("num_workers", 0),
+        ("rate", None), ("max_train", "all"), ("nonesuch", 1),
+    ],
+)  # fmt: skip
+def test_a_run_that_cannot_be_is_no_result(store, new_run, status, name, value):
+    content = outcome(new_run(), status=status)
+    content["run"][name] = value
+    assert is_no_result(store, new_run, content)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("accuracy", 17), ("accuracy", -0.1), ("accuracy", "a"), ("accuracy", 10**400),
+        ("num_steps", "x"), ("num_steps", None), ("max_staleness", "x"), ("losses", []),
+        ("evaluations", [[1, 2]]), ("evaluations", None), ("data", 5), ("run", None),
+    ],
+)  # fmt: skip
+def test_figures_that_cannot_be_are_no_result(store, new_run, name, value):
+    assert is_no_result(store, new_run, {**outcome(new_run()), name: value})
+
+
+def is_no_result(store, new_run, content):
+    """Whether a file with that content is told apart from a good one beside it."""
+    store.folder.mkdir()
+    (store.folder / "odd.json").write_text(json.dumps(content))
+    good = new_run(seed=7)
+    store.save(good, outcome(good))
+    contents = store.read()
+    others = [list(contents.results), contents.failed]
+    return contents.unreadable == ("odd.json",) and others == [[good], {}]
+
+
 def test_a_result_is_never_overwritten_and_the_first_counts(store, new_run):
     run = new_run()
     for accuracy in (97, 50, 60):

@@ -184,10 +184,43 @@ def test_checkpoints_that_do_not_fit_are_refused(example, flags, argv, saved):
     path.with_suffix(".json").write_text("{")
     with pytest.raises(flags.Refused, match="0003.json is not JSON"):
         checkpoint.find(flags.parse([*argv, *other]))
-    path.write_bytes(path.read_bytes()[:1000])
-    net = build(example, flags, argv)
-    with pytest.raises(flags.Refused, match="does not hold the weights"):
+
+
+@pytest.mark.parametrize("content", [None, b"", b"foreign" * 9])
+@pytest.mark.parametrize("epochs", [(3,), (1, 2, 3)])
+def test_spoilt_weights_are_named_and_those_before(
+    example, flags, argv, saved, content, epochs
+):
+    checkpoint, (_, net, save) = example("classifier_checkpoint"), saved
+    *_, before, path = [None, *map(save, epochs)]
+    path.write_bytes(path.read_bytes()[:1000] if content is None else content)
+    start = checkpoint.find(flags.parse([*argv, "--resume", "auto"]))
+    assert (start.epoch, start.before) == (3, before)
+    with pytest.raises(flags.Refused) as caught:
         checkpoint.load(net, start, [mx.cpu()])
+    text = str(caught.value)
+    assert text.startswith(f"{path} does not hold the weights of this network: MXNetE")
+    assert "Invalid NDArray file format" in text and "Traceback" not in text
+    advice = f" To go on from {before}, move this file away." if before else ""
+    assert text.endswith(f"--input-size, or truncated?{advice}")
+    path.rename(path.with_suffix(".away"))
+    start = checkpoint.find(flags.parse([*argv, "--resume", "auto"]))
+    assert start.params == before
+
+
+def test_a_save_removes_what_a_killed_one_left(saved):
+    args, _, save = saved
+    folder = Path(args.save_dir)
+    left = [
+        ".mobilenet0.25-0001.params.77.partial",
+        ".mobilenet0.25-0001.json.5.partial",
+    ]
+    others = [".mobilenet0.5-0001.params.77.partial", ".mobilenet0.25-0001.txt"]
+    for name in (*left, *others):
+        (folder / name).write_text("")
+    path = save(2)
+    names = {each.name for each in folder.iterdir()}
+    assert names == {path.name, path.with_suffix(".json").name, *others}
 
 
 def test_a_folder_that_cannot_be_made_is_refused(example, flags, argv, tmp_path):

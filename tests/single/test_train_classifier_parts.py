@@ -109,6 +109,7 @@ def test_flags_and_defaults_are_gluoncvs(flags, argv, tmp_path):
         ("--lr nan", "--lr is nan"),
         ("--lr 0.1 --warmup-lr 0.2", "--warmup-lr 0.2; --lr is above 0"),
         ("--wd -1", "--wd is -1.0"),
+        ("--momentum 1", "--momentum is 1.0; allowed are numbers from 0, below 1"),
         ("--crop-ratio 0", "--crop-ratio is 0.0; allowed is above 0, up to 1"),
         ("--lr-decay 2", "--lr-decay is 2.0"),
         ("--mixup --mixup-alpha 0", "--mixup-alpha is 0"),
@@ -123,6 +124,16 @@ def test_flags_and_defaults_are_gluoncvs(flags, argv, tmp_path):
 def test_what_cannot_be_done_is_refused_at_once(flags, argv, words, message):
     with pytest.raises(flags.Refused, match=message):
         flags.parse([*argv, *words.split()])
+
+
+@pytest.mark.parametrize("content, start", [(b"", "nothing"), (b"PK12", "504b3132")])
+@pytest.mark.parametrize("name", ["train", "val"])
+def test_files_without_records_are_named(flags, argv, tmp_path, name, content, start):
+    path = tmp_path / f"{name}.rec"
+    path.write_bytes(content)
+    message = f"--rec-{name}: {path} is no RecordIO file: it begins with {start}, not"
+    with pytest.raises(flags.Refused, match=message):
+        flags.parse(argv)
 
 
 @pytest.mark.parametrize("words", ["--batch-size 0", "--kvstore dist_async", "-j x"])
