@@ -162,9 +162,7 @@ def pool(found: Differences) -> Pooled | None:
 
 
 def loss_at(result: Result, fraction: float) -> float:
-    """Training loss at a fraction of the run's steps; nan if there was none."""
-    if not len(result.losses):
-        return math.nan
+    """Training loss at a fraction of the run's steps; nan if it was not finite."""
     steps = result.losses[:, 0]
     # A part of a step, so that rounding does not move it to the next point.
     index = int(np.searchsorted(steps, fraction * result.num_steps - 1e-6))

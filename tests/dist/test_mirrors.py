@@ -56,8 +56,8 @@ OWN_CASES = {  # what only these rules have
         "nag", WHOLE, "mirror", multipliers={5: {0: (0.0, 1.0)}, 9: {0: (2.0, 1.0)}}
     ),
     "nag, no momentum": Case("nag", {**WHOLE, "momentum": 0.0}, "mirror", warmup=1),
-    "nag, momentum paused": Case(
-        "nag", WHOLE, "mirror", changes={6: {"momentum": 0.0}, 9: {"momentum": 0.9}}
+    "nag, momentum nearly off": Case(
+        "nag", WHOLE, "mirror", changes={6: {"momentum": 0.01}, 9: {"momentum": 0.9}}
     ),
     "dcsgd, defaults": Case(params=WHOLE, rule="dcsgd"),
     "adaptive, default": replace(DCSGD, rule_params={"adaptive": True}),

@@ -91,8 +91,8 @@ def test_claims_hold_on_results_that_are_as_they_should_be(check, new_results):
         ({"replica": -80}, "replica", "NOT met"),
         ({"mirror": 0.5}, "mirror", "met"),
         ({"mirror": -0.5}, "replica", "met"),
-        # The interval reaches zero, but the settings' means are -1.03.
-        ({"mirror": (-9, 4, 1.9)}, "mirror", "NOT met"),
+        # The interval reaches zero, but the settings' means are -1.5.
+        ({"mirror": (-9, 2, 2.5)}, "mirror", "NOT met"),
         ({"mirror": (-1, 1, -0.5)}, "mirror", "met"),
     ],
 )
