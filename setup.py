@@ -29,11 +29,14 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=["odsgd_kvstore", "odsgd_kvstore.launch"],
+    package_data={"odsgd_kvstore.launch": ["docs/*.md"]},
     python_requires=">=3.8,<3.13",
     install_requires=[
         "click>=8.0",
         # odsgd_kvstore.testing is public and sends functions to processes.
         "cloudpickle>=2.0",
+        # Prints manifests for Kubernetes.
+        "PyYAML>=5.4",
         # MXNet 1.9.1 uses numpy.bool, which is gone from NumPy 1.24; where only
         # later ones exist, the package sets it before it imports MXNet.
         'numpy<1.24; python_version < "3.12"',
@@ -49,7 +52,8 @@ setup(
         # The benchmarks' plots, and Student's distribution.
         "benchmarks": ["matplotlib>=3.7", "scikit-learn", "scipy"],
         # xdist runs test files side by side: most of their time is waiting for jobs.
-        "test": ["pytest", "pytest-xdist", "scikit-learn"],
+        # kubernetes-validate holds Kubernetes' published schemas.
+        "test": ["kubernetes-validate", "pytest", "pytest-xdist", "scikit-learn"],
     },
     entry_points={
         "console_scripts": ["odsgd-launch = odsgd_kvstore.launch.cli:main"],

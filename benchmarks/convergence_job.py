@@ -65,7 +65,7 @@ def execute(
 
 
 def run_job(
-    job: commands.LocalJob, timeout_s: float
+    job: commands.Job, timeout_s: float
 ) -> tuple[list[dict[str, Any]], str]:
     """Reports of the ranks, in their order, and why the job broke, '' if it did not."""
     reports: dict[int, dict[str, Any]] = {}
@@ -83,11 +83,11 @@ def run_job(
     return [reports[rank] for rank in sorted(reports)], reason
 
 
-def plan(run: Run, folder: Path) -> commands.LocalJob:
+def plan(run: Run, folder: Path) -> commands.Job:
     """The job of a run whose data are in `folder`."""
     settings = {"run": dataclasses.asdict(run), "folder": str(folder.resolve())}
     is_stock = METHODS[run.method].has_stock_servers
-    return commands.LocalJob(
+    return commands.Job(
         run.num_workers,
         run.num_servers,
         (sys.executable, str(WORKER), json.dumps(settings)),

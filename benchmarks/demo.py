@@ -129,7 +129,7 @@ def run_job(settings: Settings, folder: Path) -> Outcome:
     """Run a scheduler, servers and workers on this machine, and draw its progress."""
     text = json.dumps(dataclasses.asdict(settings))
     is_stock = settings.kvstore == "dist_sync"
-    job = commands.LocalJob(
+    job = commands.Job(
         settings.num_workers,
         settings.num_servers,
         (sys.executable, str(WORKER), str(folder), text),

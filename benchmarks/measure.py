@@ -78,7 +78,7 @@ def bound_ms(launch: Launch, compute_ms: float) -> float:
 def plan(launch: Launch) -> tuple[list[commands.Role], list[str]]:
     """The roles of a job, and the sockets that they will make."""
     system = SYSTEMS[launch.system]
-    job = commands.LocalJob(
+    job = commands.Job(
         launch.num_workers,
         1 if system.servers == "none" else launch.num_servers,
         launch.command,

@@ -175,7 +175,7 @@ def run_job(job: Job) -> dict[str, Any]:
 
 def _run(job: Job, folder: str, observer: _Observer) -> Any:
     system = SYSTEMS[job.system]
-    planned = commands.LocalJob(
+    planned = commands.Job(
         job.num_workers,
         job.num_servers,
         job.command(folder),

@@ -68,12 +68,12 @@ class Settings:
         counts = self.num_workers, self.num_servers
         return link_ms(NETWORKS[self.network], *counts, self.rate) / self.ratio
 
-    def job(self, system: str) -> commands.LocalJob:
+    def job(self, system: str) -> commands.Job:
         """The job of one system."""
         names = [field.name for field in dataclasses.fields(WorkerSettings)]
         values = {"system": system, "compute_ms": self.compute_ms, **vars(self)}
         text = json.dumps({name: values[name] for name in names})
-        return commands.LocalJob(
+        return commands.Job(
             self.num_workers,
             self.num_servers,
             (sys.executable, str(WORKER), text),

@@ -72,7 +72,7 @@ def _prepare_numpy() -> None:
 
 
 def is_launcher() -> bool:
-    """Whether this process is the launcher, which needs no MXNet and has no role."""
+    """Whether this is the launcher, or its agent on a host: no MXNet, and no role."""
     program = sys.argv[0] if sys.argv else ""
     if program == "-m":  # the module's name is not in sys.argv at this time
         words = _command_line()
@@ -80,7 +80,7 @@ def is_launcher() -> bool:
     checkout = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     script = os.path.join(checkout, "scripts", "launch.py")
     return (
-        os.path.basename(program) == "odsgd-launch"
+        os.path.basename(program) in ("odsgd-launch", "odsgd-agent")
         or os.path.realpath(program) == script
     )
 
@@ -99,6 +99,13 @@ def takes_server_role() -> bool:
         os.environ.get("DMLC_ROLE") in ("server", "scheduler")
         and "mxnet" not in sys.modules
     )
+
+
+def is_inside_stock_server() -> bool:
+    """Whether MXNet, still being imported, serves here: a script imported it first."""
+    mxnet = sys.modules.get("mxnet")
+    is_server = os.environ.get("DMLC_ROLE") == "server"
+    return is_server and mxnet is not None and not hasattr(mxnet, "kv")
 
 
 def import_mxnet_without_role() -> None:

@@ -20,7 +20,7 @@ from typing import Any, Callable, Iterator, Mapping
 
 from .errors import JobError, JobTimeout
 from .launch import JobResult
-from .launch.commands import LocalJob
+from .launch.commands import Job
 from .launch.local import new_job
 from .launch.processes import run_roles
 
@@ -85,7 +85,7 @@ def run_local(
         with open(os.path.join(folder, "fn"), "wb") as file:
             file.write(_by_value(fn))
         command = (sys.executable, "-m", "odsgd_kvstore.testing", folder)
-        job = LocalJob(
+        job = Job(
             num_workers,
             num_servers,
             command,

@@ -9,6 +9,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+EXIT_LOST = 255
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -26,6 +28,8 @@ class Failure:
         'failed with exit code 3'.
     last_lines : tuple of str
         The end of its output.
+    host : str
+        Where it ran; '' for this machine.
     """
 
     role: str
@@ -33,9 +37,12 @@ class Failure:
     exit_code: int
     reason: str
     last_lines: tuple[str, ...]
+    host: str = ""
 
     @classmethod
-    def of_exit(cls, role: str, pid: int, code: int, lines: Sequence[str]) -> Failure:
+    def of_exit(
+        cls, role: str, pid: int, code: int, lines: Sequence[str], host: str = ""
+    ) -> Failure:
         """Describe an exit; `code` is -n for signal n, 0 for an exit too early."""
         if code < 0:
             known = -code in {number.value for number in signal.Signals}
@@ -45,20 +52,27 @@ class Failure:
             reason = f"failed with exit code {code}"
         else:
             reason, code = "ended (exit code 0) before the workers were done", 1
-        return cls(role, pid, code, reason, tuple(lines))
+        return cls(role, pid, code, reason, tuple(lines), host)
+
+    @classmethod
+    def of_loss(
+        cls, role: str, pid: int, loss: str, lines: Sequence[str], host: str
+    ) -> Failure:
+        """Describe a role whose host is lost; the code is that of ssh."""
+        return cls(role, pid, EXIT_LOST, f"was lost: {loss}", tuple(lines), host)
 
     @classmethod
     def of_start(cls, role: str, argv: Sequence[str], error: Exception) -> Failure:
         """Describe a role that could not be started; the code is that of a shell."""
-        code = 127 if isinstance(error, FileNotFoundError) else 126
-        return cls(
-            role, None, code, f"could not be started as {argv[0]!r}: {error}", ()
-        )
+        missing = isinstance(error, FileNotFoundError)
+        code = 127 if missing or getattr(error, "is_missing", False) else 126
+        reason = f"could not be started as {argv[0]!r}: {error}"
+        return cls(role, None, code, reason, ())
 
     def __str__(self) -> str:
         if self.pid is None:
             return f"{self.role} {self.reason}"
-        who = f"{self.role} (pid {self.pid})"
+        who = f"{self.role} (pid {self.pid}{self.host and f' on {self.host}'})"
         if not self.last_lines:
             return f"{who} {self.reason}; it wrote nothing"
         lines = "\n".join(f"    {line}" for line in self.last_lines)

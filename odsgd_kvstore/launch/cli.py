@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
-import queue
 import shlex
 import signal
 import sys
@@ -17,66 +15,27 @@ from typing import Any
 import click
 
 from odsgd_kvstore.errors import LaunchError
-from odsgd_kvstore.launch import JobResult
-from odsgd_kvstore.launch.commands import (
-    LocalJob,
-    Role,
-    describe,
-    parse_env,
-    parse_pairs,
-    show_command,
-)
+from odsgd_kvstore.launch import kubernetes, ranked, show, start
+from odsgd_kvstore.launch.addresses import parse_port_range
+from odsgd_kvstore.launch.commands import Job
+from odsgd_kvstore.launch.hosts import read_hosts
 from odsgd_kvstore.launch.local import new_job
-from odsgd_kvstore.launch.processes import EXIT_BROKEN_PIPE, run_roles
+from odsgd_kvstore.launch.variables import parse_env, parse_pairs
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "kubernetes")
-NOT_SUPPORTED_YET = {
-    "hostfile": "-H/--hostfile",
-    "sync_dst_dir": "--sync-dst-dir",
-    "interface": "--interface",
-    "port_range": "--port-range",
-    "max_restarts": "--max-restarts",
-    "log_dir": "--log-dir",
+NOT_SUPPORTED_YET = {"max_restarts": "--max-restarts"}
+# Which launchers an option is for; any other refuses it.
+ONLY_FOR = {
+    "hostfile": ("ssh", "mpi"),
+    "sync_dst_dir": ("ssh",),
+    "ssh_opts": ("ssh",),
+    "interface": ("ssh", "mpi", "slurm"),
+    "port_range": ("ssh", "mpi", "slurm"),
+    "log_dir": ("local", "ssh", "mpi", "slurm"),
+    "emulate_bandwidth": ("local",),
+    "image": ("kubernetes",),
+    "name": ("kubernetes",),
 }
-INTRODUCTION = (
-    "Workers run the command, servers hold the weights and update them, and the "
-    "scheduler introduces them to each other:"
-)
-
-
-class StopSignals:
-    """Context manager: INT, TERM and HUP become requests to end a job.
-
-    The handlers raise nothing, so a signal can't lose a process between its start
-    and its registration. One object serves one `run_roles`. In another thread than
-    the main one it changes nothing, as Python allows no handlers there.
-    """
-
-    def __init__(self) -> None:
-        # A SimpleQueue may be written to by a handler that interrupts its reader.
-        self.events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self.requested = False
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is not threading.main_thread():
-            return self
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            ignored = signal.getsignal(number) == signal.SIG_IGN
-            if not (ignored and number == signal.SIGHUP):  # As nohup wants it.
-                self._previous[number] = signal.signal(number, self._handle)
-        # Where the parent ignores this one, no exit code is ever known.
-        previous = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._previous[signal.SIGCHLD] = previous
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _frame: object) -> None:
-        self.requested = True
-        self.events.put(("signal", number))
 
 
 def _version() -> str:
@@ -119,14 +78,30 @@ def _version() -> str:
     metavar="NAME:VALUE",
     help="Variable for workers. Repeatable.",
 )
-@click.option("--sync-dst-dir", metavar="DIR", help="Copy this folder to the hosts.")
-@click.option("--interface", metavar="NAME", help="Network interface to use.")
-@click.option("--port-range", metavar="A-B", help="TCP ports to use.")
+@click.option(
+    "--sync-dst-dir",
+    metavar="DIR",
+    help="Copy the current folder to DIR on every host, and run there.  [ssh]",
+)
+@click.option("--ssh-opts", metavar="TEXT", help="Further options of ssh.  [ssh]")
+@click.option(
+    "--interface",
+    metavar="NAME",
+    help="Network interface to use on every host.  [ssh, mpi, slurm]",
+)
+@click.option(
+    "--port-range",
+    metavar="A-B",
+    help="TCP ports to use.  [ssh, mpi, slurm; default: 20000-32767]",
+)
 @click.option(
     "--timeout", type=float, metavar="S", help="Seconds after which the job is ended."
 )
 @click.option("--max-restarts", metavar="K", help="Restarts of a failed job.")
-@click.option("--log-dir", metavar="DIR", help="A log file for each role.")
+@click.option("--log-dir", metavar="DIR", help="Write a log file for each role too.")
+@click.option("-q", "--quiet", is_flag=True, help="Show failures only.")
+@click.option("--image", metavar="IMAGE", help="Container image.  [kubernetes]")
+@click.option("--name", metavar="NAME", help="Name of the job.  [kubernetes]")
 @click.option(
     "--emulate-bandwidth",
     metavar="RATE",
@@ -142,48 +117,123 @@ def _version() -> str:
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def launch(context: click.Context, command: tuple[str, ...], **options: Any) -> None:
-    """Run COMMAND as the workers of a distributed MXNet job on this machine.
+    """Run COMMAND as the workers of a distributed MXNet job.
 
     Options for odsgd-launch come before COMMAND; what follows belongs to COMMAND:
 
         odsgd-launch -n 2 -s 1 python train.py --epochs 3
     """
-    _refuse_unsupported(options)
+    launcher = options["launcher"] or ("ssh" if options["hostfile"] else "local")
+    _refuse_unsupported(launcher, options)
     try:
-        job = _job(command, options)
-        timeout = _seconds(options["timeout"])
-        roles, sockets = new_job(job, os.environ)
+        job, run = _job(command, options), _options(options)
     except LaunchError as error:
         raise click.UsageError(str(error), context) from error
+    try:
+        code = _LAUNCH[launcher](job, run, options)
+    except LaunchError as error:
+        raise click.ClickException(str(error)) from error
+    context.exit(code)
+
+
+def _local(job: Job, run: start.Options, options: Mapping[str, Any]) -> int:
     if options["dry_run"]:
-        click.echo(explain(roles, os.environ))
-        return
-    _check_mxnet()
-    context.exit(_run(roles, timeout, sockets))
+        click.echo(show.explain(new_job(job, os.environ)[0], os.environ))
+        return 0
+    return start.run_here(job, run)
 
 
-def _refuse_unsupported(options: Mapping[str, Any]) -> None:
-    """Refuse, by name, the options that only other launchers have."""
+def _ssh(job: Job, run: start.Options, options: Mapping[str, Any]) -> int:
+    file, job = read_hosts(options["hostfile"]), start.with_program(job)
+    if options["dry_run"]:
+        click.echo(show.over_ssh(job, file, run))
+        return 0
+    return start.run_over_ssh(job, file, run)
+
+
+def _kubernetes(job: Job, run: start.Options, options: Mapping[str, Any]) -> int:
+    if not options["dry_run"]:
+        raise LaunchError(
+            "--launcher kubernetes prints a manifest and starts nothing: add --dry-run, "
+            "and pass the output to 'kubectl apply -f -'"
+        )
+    given = {name: options[name] for name in ("image", "name") if options[name]}
+    click.echo(kubernetes.manifest(job, timeout=run.timeout, **given), nl=False)
+    return 0
+
+
+def _ranks(job: Job, run: start.Options, options: Mapping[str, Any]) -> int:
+    argv = click.get_current_context().obj
+    hostfile, is_dry = options["hostfile"], options["dry_run"]
+    return ranked.run_ranks(job, options["launcher"], run, argv, hostfile, is_dry)
+
+
+_LAUNCH = {
+    "local": _local,
+    "ssh": _ssh,
+    "mpi": _ranks,
+    "slurm": _ranks,
+    "kubernetes": _kubernetes,
+}
+
+
+def _refuse_unsupported(launcher: str, options: Mapping[str, Any]) -> None:
+    """Refuse, by name, options that nothing or only other launchers have."""
     if options["p3"]:
         raise click.UsageError(
             "--p3 is not supported: the p3 store has no optimizer on its servers, "
             "and the global update needs one"
         )
-    launcher = options["launcher"]
-    if launcher not in (None, "local"):
-        yet = " yet" if launcher in LAUNCHERS else ""
+    if launcher not in LAUNCHERS:
         raise click.UsageError(
-            f"--launcher {launcher} is not supported{yet}; use --launcher local"
+            f"--launcher {launcher} is not supported; use one of {', '.join(LAUNCHERS)}"
+        )
+    if launcher == "ssh" and options["hostfile"] is None:
+        raise click.UsageError(
+            "--launcher ssh needs a host file; give -H FILE, with a host on each line"
         )
     for name, flags in NOT_SUPPORTED_YET.items():
         if options[name] is not None:
             raise click.UsageError(f"{flags} is not supported yet; leave it out")
+    for name, launchers in ONLY_FOR.items():
+        if options[name] is not None and launcher not in launchers:
+            flag = (
+                "-H/--hostfile" if name == "hostfile" else f"--{name.replace('_', '-')}"
+            )
+            raise click.UsageError(
+                f"{flag} is for --launcher {' or '.join(launchers)}, and this is "
+                f"--launcher {launcher}; leave it out"
+            )
 
 
-def _job(command: tuple[str, ...], options: Mapping[str, Any]) -> LocalJob:
+def _options(options: Mapping[str, Any]) -> start.Options:
+    """How the job is to be run."""
+    given = {}
+    if options["port_range"] is not None:
+        given["port_range"] = parse_port_range(options["port_range"])
+    return start.Options(
+        timeout=_seconds(options["timeout"]),
+        log_dir=options["log_dir"],
+        is_quiet=options["quiet"],
+        interface=options["interface"],
+        ssh_options=_words("--ssh-opts", options["ssh_opts"] or ""),
+        sync_dst_dir=options["sync_dst_dir"],
+        **given,
+    )
+
+
+def _words(option: str, text: str) -> tuple[str, ...]:
+    """Cut a text as a shell does."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise LaunchError(f"{option} is {text!r}: {error}; close the quotes") from error
+
+
+def _job(command: tuple[str, ...], options: Mapping[str, Any]) -> Job:
     """The settings from the options."""
     num_servers = options["num_servers"]
-    return LocalJob(
+    return Job(
         num_workers=options["num_workers"],
         num_servers=options["num_workers"] if num_servers is None else num_servers,
         command=command,
@@ -202,72 +252,11 @@ def _seconds(timeout: float | None) -> float | None:
     return timeout
 
 
-def _check_mxnet() -> None:
-    """The servers run in this Python; say early that they can't."""
-    if importlib.util.find_spec("mxnet") is None:
-        raise click.ClickException(
-            f"MXNet is not installed in {sys.executable}; install it with "
-            "'pip install odsgd-kvstore[cpu]', or a CUDA build of MXNet 1.9.1"
-        )
-
-
-def explain(roles: Sequence[Role], base_env: Mapping[str, str]) -> str:
-    """Return each role's command and the variables that the launcher sets for it.
-
-    What comes unchanged from `base_env` is left out; the key is hidden.
-    """
-    lines = []
-    for role in roles:
-        lines.append(f"{role.name}: {show_command(role)}")
-        if role.link is not None:
-            lines.append(f"  network: {role.link}")
-        for name in sorted(role.env):
-            if role.env[name] != base_env.get(name):
-                hidden = name == "ODSGD_KEY"
-                value = "(hidden)" if hidden else shlex.quote(role.env[name])
-                lines.append(f"  {name}={value}")
-    return "\n".join(lines)
-
-
-def _run(roles: Sequence[Role], timeout: float | None, sockets: Sequence[str]) -> int:
-    """Run the job with signals, and report; return the exit code."""
-
-    def show_table(pids: Mapping[str, int]) -> None:
-        click.echo(f"{INTRODUCTION}\n{describe(roles, pids)}")
-        if roles[0].link is not None:
-            click.echo(f"Network of each role: {roles[0].link.limits}")
-
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        with StopSignals() as stop:
-            result = run_roles(
-                roles,
-                timeout=timeout,
-                sockets=sockets,
-                on_started=show_table,
-                stop=stop,
-            )
-        _report(result)
-    except BrokenPipeError:
-        return EXIT_BROKEN_PIPE
-    except LaunchError as error:
-        raise click.ClickException(str(error)) from error
-    return result.exit_code
-
-
-def _report(result: JobResult) -> None:
-    """One closing line, or what went wrong."""
-    if result.exit_code:
-        click.echo(f"odsgd-launch: {result.message}", err=True)
-    else:
-        click.echo(f"odsgd-launch: done in {result.seconds:.1f} s")
-
-
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of ``odsgd-launch``; ends with the exit code of the job."""
     try:
-        code = launch.main(args, prog_name="odsgd-launch", standalone_mode=False) or 0
+        argv = list(sys.argv[1:] if args is None else args)
+        code = launch.main(argv, "odsgd-launch", standalone_mode=False, obj=argv) or 0
     except click.ClickException as error:
         error.show()
         code = error.exit_code

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from odsgd_kvstore.errors import LaunchError
 from odsgd_kvstore.launch.bandwidth import (
     FIRST_TCP_PORT,
     Link,
     choose_addresses,
     parse_rate,
 )
-from odsgd_kvstore.launch.commands import (
-    LocalJob,
-    Role,
-    choose_ports,
-    plan_local,
-    socket_path,
-)
+from odsgd_kvstore.launch.commands import Job, Role, plan_local
+
+# MXNet 1.9.1 was seen to accept any int32 here; over 100,000,000 no file that
+# people name by a port or a process number is in the way.
+FIRST_PORT, LAST_PORT = 100_000_000, 2_000_000_000
 
 
-def new_job(job: LocalJob, base_env: Mapping[str, str]) -> tuple[list[Role], list[str]]:
+def new_job(job: Job, base_env: Mapping[str, str]) -> tuple[list[Role], list[str]]:
     """Return a job's roles, for `run_roles`, and the sockets that they will make.
 
     Parameters
     ----------
-    job : LocalJob
+    job : Job
         The user's settings.
     base_env : mapping of str to str
         The environment that the roles inherit.
@@ -42,10 +41,10 @@ def new_job(job: LocalJob, base_env: Mapping[str, str]) -> tuple[list[Role], lis
     key, job_id = secrets.token_hex(32), secrets.token_hex(4)
     if job.bandwidth is not None:  # Networks of its own: all ports are free.
         ports = list(range(FIRST_TCP_PORT, FIRST_TCP_PORT + job.num_roles))
-        roles = plan_local(job, base_env, ports, key, job_id, _cores())
+        roles = plan_local(job, base_env, ports, key, job_id, usable_cores())
         return on_links(roles, job.bandwidth), []
     ports = choose_ports(job.num_roles)
-    roles = plan_local(job, base_env, ports, key, job_id, _cores())
+    roles = plan_local(job, base_env, ports, key, job_id, usable_cores())
     return roles, [socket_path(port) for port in ports]
 
 
@@ -94,8 +93,32 @@ def _with_addresses(
     return env
 
 
-def _cores() -> int:
+def usable_cores() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def socket_path(port: int) -> str:
+    """Where ps-lite puts the socket of a local role: fixed, `TMPDIR` is not read."""
+    return f"/tmp/{port}"
+
+
+def choose_ports(
+    count: int, exists: Callable[[str], bool] = os.path.exists
+) -> list[int]:
+    """Return `count` ascending numbers for ps-lite's ipc sockets, none in use.
+
+    Nothing is reserved, so the start is random in a range so large that two jobs
+    do not meet.
+    """
+    for _ in range(100):
+        first = FIRST_PORT + secrets.randbelow(LAST_PORT - FIRST_PORT - count)
+        ports = list(range(first, first + count))
+        if not any(exists(socket_path(port)) for port in ports):
+            return ports
+    raise LaunchError(
+        f"found no {count} free socket names /tmp/NUMBER in 100 attempts; remove old "
+        "files with a number as their name from /tmp"
+    )

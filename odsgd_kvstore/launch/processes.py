@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
 import signal
-import subprocess
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from odsgd_kvstore.errors import LaunchError
 from odsgd_kvstore.launch import Failure, JobResult
+from odsgd_kvstore.launch.children import Child, Guard
 from odsgd_kvstore.launch.commands import Role
 from odsgd_kvstore.launch.network import Network
 from odsgd_kvstore.launch.output import LineSplitter, print_line
-from odsgd_kvstore.launch.shims import guard_argv, shim_argv
+from odsgd_kvstore.launch.remote import RemoteHost, RemoteProcess
 
 LAST_LINES, LAST_LINE_CHARS = 30, 2000
 DRAIN_S = 0.5
@@ -26,62 +26,16 @@ FOREVER = float("inf")
 EXIT_TIMEOUT, EXIT_BROKEN_PIPE = 124, 141
 
 
-class _Process:
-    """A started role; its process group is named by its pid."""
+class _LocalProcess(Child):
+    """A role that is this process's own child."""
 
-    def __init__(self, role: Role, network: Network) -> None:
+    loss = ""
+
+    def __init__(self, role: Role, network: Network, events: queue.SimpleQueue) -> None:
         self.role = role
         entry, files = network.entry(role.link)
-        self.popen = subprocess.Popen(
-            [*entry, *shim_argv(os.getpid(), role.argv)],
-            pass_fds=files,
-            env=dict(role.env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self.pid = self.popen.pid
-        self.exit_code: int | None = None  # Written by the thread of `run_roles`.
-        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._group_ended = False
-
-    def wait(self, events: queue.SimpleQueue) -> None:
-        """Tell `events` of the end at once. Leaves a zombie, so the pid stays ours."""
-        try:
-            end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-            code = end.si_status * (1 if end.si_code == os.CLD_EXITED else -1)
-        except ChildProcessError:
-            code = 255  # Somebody else in this program took the exit code.
-        events.put(("exit", (self, code)))
-
-    def lives(self) -> bool:
-        """Whether the role or a child in its process group still runs."""
-        if self.exit_code is not None and not self._group_ended:
-            self.popen.wait()
-            self._group_ended = not _group_lives(self.pid)
-        return not self._group_ended
-
-    def send(self, number: int) -> None:
-        """Signal the process group."""
-        if self.lives():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, number)
-
-
-def _group_lives(group: int) -> bool:
-    """Whether a group has more than zombies: some init processes collect no orphans."""
-    try:
-        os.killpg(group, 0)
-        pids = [name for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:
-        return False
-    for pid in pids:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-            state, _, owner = file.read().rpartition(b")")[2].split()[:3]
-            if int(owner) == group and state not in (b"Z", b"X"):
-                return True
-    return False
+        super().__init__(role.argv, role.env, cwd=role.cwd, entry=entry, files=files)
+        _in_thread(lambda: events.put(("exit", (self, self.wait()))))
 
 
 def _in_thread(function: Callable, *args: Any) -> threading.Thread:
@@ -95,54 +49,63 @@ class _Job:
     """The state of a job while it runs. `watch` and `end` run in one thread."""
 
     def __init__(
-        self, events: Any, on_line: Callable, grace_s: float, sockets: Sequence[str]
+        self,
+        events: Any,
+        on_line: Callable,
+        grace_s: float,
+        sockets: Sequence[str],
+        hosts: Mapping[str, Sequence[RemoteHost]],
     ) -> None:
         self.events, self.on_line = events, on_line
+        self.hosts = {label: list(agents) for label, agents in hosts.items()}
         self.grace_s, self.sockets = grace_s, sockets
         self.network = Network(())
-        self.processes: list[_Process] = []
+        self.processes: list[_LocalProcess | RemoteProcess] = []
         # How the job ends, once that is clear: exit code, message, first failure.
         self.ending: tuple[int, str, Failure | None] | None = None
         self.output_error: BaseException | None = None
-        self._early: _Process | None = None  # The first server to leave its peers.
+        self._early: _LocalProcess | RemoteProcess | None = (
+            None  # The first server to leave its peers.
+        )
         self._early_deadline = FOREVER
         self.lock = threading.Lock()
         self._stop_read, self._stop_write = os.pipe()
-        self._guard = subprocess.Popen(
-            guard_argv(sockets), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, bufsize=0, start_new_session=True,
-        )  # fmt: skip
+        self._guard = Guard(sockets)
 
     def start(self, role: Role) -> None:
         """Start a role; one that can't be started is a failure."""
         try:
-            process = _Process(role, self.network)
-        except (OSError, ValueError) as error:
+            process = self._start(role)
+        except (OSError, ValueError, LaunchError) as error:
             failure = Failure.of_start(role.name, role.argv, error)
             self.ending = failure.exit_code, str(failure), failure
             return
+        process.last_lines = deque(maxlen=LAST_LINES)
         self.processes.append(process)
         process.reader = _in_thread(self._read, process)
-        _in_thread(process.wait, self.events)
-        with contextlib.suppress(OSError):
-            self._guard.stdin.write(b"%d\n" % process.pid)
 
-    def _read(self, process: _Process) -> None:
-        """Pass on the lines of a role until its pipe is closed or we stop."""
-        splitter, poll = LineSplitter(), select.poll()
-        with process.popen.stdout as pipe:
-            fd = pipe.fileno()
-            poll.register(fd, select.POLLIN)
-            poll.register(self._stop_read, select.POLLIN)
-            data, stop = b"-", False
-            while data and not stop:
-                ready = [ready for ready, _ in poll.poll()]
-                stop = self._stop_read in ready
-                data = os.read(fd, 1 << 16) if fd in ready else b""
-                self._show(process, splitter.feed(data, time.monotonic()))
+    def _start(self, role: Role) -> _LocalProcess | RemoteProcess:
+        """Start a role here, or at one of its host's agents: each in its turn."""
+        if not role.host:
+            process = _LocalProcess(role, self.network, self.events)
+            self._guard.add(process.pid)
+            return process
+        agents = self.hosts[role.host]
+        agents.append(agents.pop(0))
+        return agents[-1].start(role, self.events)
+
+    def _read(self, process: _LocalProcess | RemoteProcess) -> None:
+        """Pass on the lines of a role until its output ends or we stop."""
+        splitter = LineSplitter()
+        process.read(
+            self._stop_read,
+            lambda data: self._show(process, splitter.feed(data, time.monotonic())),
+        )
         self._show(process, splitter.close())
 
-    def _show(self, process: _Process, lines: Sequence[str]) -> None:
+    def _show(
+        self, process: _LocalProcess | RemoteProcess, lines: Sequence[str]
+    ) -> None:
         """Give whole lines to `on_line`, from one reader at a time."""
         for line in lines:
             with self.lock:
@@ -168,7 +131,7 @@ class _Job:
             else:
                 getattr(self, f"_on_{kind}")(value)
 
-    def _on_exit(self, value: tuple[_Process, int]) -> None:
+    def _on_exit(self, value: tuple[Any, int]) -> None:
         """Note the end of a role and what it means for the job."""
         process, process.exit_code = value
         kinds = {p.role.kind for p in self.processes if p.exit_code is None}
@@ -193,11 +156,14 @@ class _Job:
         else:  # The command made no store, so nobody told the servers to end.
             self.ending = 0, "", None
 
-    def _fail(self, process: _Process) -> None:
+    def _fail(self, process: _LocalProcess | RemoteProcess) -> None:
         """Name the first role that failed, with the end of its output."""
         process.reader.join(DRAIN_S)
         name, lines = process.role.name, tuple(process.last_lines)
-        failure = Failure.of_exit(name, process.pid, process.exit_code, lines)
+        pid, code, host = process.pid, process.exit_code, process.role.host
+        failure = Failure.of_exit(name, pid, code, lines, host)
+        if process.loss:
+            failure = Failure.of_loss(name, pid, process.loss, lines, host)
         self.ending = failure.exit_code, str(failure), failure
 
     def _on_signal(self, number: int) -> None:
@@ -211,12 +177,12 @@ class _Job:
     def time_out(self, limit_s: float, number: int | None, kinds: Sequence) -> None:
         """Name who still runs; signal `number` asks `kinds` for their stacks."""
         live = [p for p in self.processes if p.exit_code is None]
-        names = ", ".join(f"{p.role.name} (pid {p.pid})" for p in live)
+        names = ", ".join(f"{p.role.name} ({_where(p)})" for p in live)
         text = f"the job did not end within {limit_s:g} s (--timeout); still running"
         self.ending = EXIT_TIMEOUT, f"{text}: {names}", None
         for process in live if number is not None else ():
             if process.role.kind in kinds:
-                os.kill(process.pid, number)  # Not reaped yet, so it is ours.
+                process.poke(number)
         self._pause(0.0 if number is None else 1.0, self._any_reads)
 
     def _pause(self, seconds: float, needed: Callable, hurry_s: float = 0.0) -> None:
@@ -245,6 +211,8 @@ class _Job:
             self._pause(wait_s, lambda: any(p.lives() for p in self.processes), hurry_s)
         self._pause(DRAIN_S, self._any_reads)
         os.close(self._stop_write)  # A child outside our groups may hold a pipe.
+        for agent in {agent for agents in self.hosts.values() for agent in agents}:
+            agent.finish()
         # An output that takes nothing holds us up only while nobody wants the end.
         patience = FOREVER if self.ending and self.ending[0] < EXIT_TIMEOUT else 1.0
         self._pause(patience, self._any_reads)
@@ -253,9 +221,14 @@ class _Job:
         for path in self.sockets:
             with contextlib.suppress(OSError):
                 os.unlink(path)
-        self._guard.kill()
-        self._guard.communicate()
+        self._guard.close()
         self.network.close()
+
+
+def _where(process: _LocalProcess | RemoteProcess) -> str:
+    """'pid 12', 'pid 12 on node1'."""
+    host = process.role.host
+    return f"pid {process.pid} on {host}" if host else f"pid {process.pid}"
 
 
 def run_roles(
@@ -269,6 +242,7 @@ def run_roles(
     dump_signal: int | None = None,
     dump_kinds: Sequence[str] = ("worker",),
     stop: Any = None,
+    hosts: Mapping[str, Sequence[RemoteHost]] | None = None,
 ) -> JobResult:
     """Start the roles, wait, end all of them, and say how the job ended.
 
@@ -291,6 +265,9 @@ def run_roles(
         Sent at the timeout to the live roles of `dump_kinds`, a second before TERM.
     stop : odsgd_kvstore.launch.cli.StopSignals, optional
         Asks for the end; its own object for each call.
+    hosts : mapping of str to sequence of RemoteHost, optional
+        The agents by `Role.host`; of several, each starts a role in turn. They end
+        with the job.
 
     Raises
     ------
@@ -300,7 +277,7 @@ def run_roles(
     started = time.monotonic()
     deadline = FOREVER if timeout is None else started + timeout
     events = queue.SimpleQueue() if stop is None else stop.events
-    job = _Job(events, on_line, grace_s, sockets)
+    job = _Job(events, on_line, grace_s, sockets, hosts or {})
     try:
         with job.lock:  # No line before the table of roles.
             job.network = Network([role.link for role in roles if role.link])

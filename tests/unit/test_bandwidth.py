@@ -8,7 +8,7 @@ import pytest
 from odsgd_kvstore.errors import LaunchError
 from odsgd_kvstore.launch import bandwidth, local, network
 from odsgd_kvstore.launch.bandwidth import Link, parse_rate
-from odsgd_kvstore.launch.commands import LocalJob, Role
+from odsgd_kvstore.launch.commands import Job, Role
 from odsgd_kvstore.launch.namespaces import FORBIDDEN
 
 LINK = Link("198.18.0.254", 200_000_000)
@@ -48,10 +48,10 @@ def test_parse_rate_refuses_what_is_out_of_range(text):
 
 def test_job_refuses_a_bad_rate_and_too_many_roles():
     with pytest.raises(LaunchError, match="--emulate-bandwidth is 'fast'"):
-        LocalJob(1, 1, ("true",), bandwidth="fast")
-    LocalJob(100, 54, ("true",), bandwidth="1gbit")
+        Job(1, 1, ("true",), bandwidth="fast")
+    Job(100, 54, ("true",), bandwidth="1gbit")
     with pytest.raises(LaunchError, match="155 roles, and the job has 156"):
-        LocalJob(100, 55, ("true",), bandwidth="1gbit")
+        Job(100, 55, ("true",), bandwidth="1gbit")
 
 
 def test_addresses_descend_as_strings():
@@ -62,7 +62,7 @@ def test_addresses_descend_as_strings():
 
 
 def test_roles_get_addresses_and_tcp_in_the_order_of_their_ranks():
-    job = LocalJob(16, 16, ("true",), bandwidth="200mbit")
+    job = Job(16, 16, ("true",), bandwidth="200mbit")
     base = {"DMLC_LOCAL": "1", "DMLC_INTERFACE": "lo", "DMLC_NODE_HOST": "1.2.3.4"}
     roles, sockets = local.new_job(job, base)
     assert (sockets, base["DMLC_LOCAL"]) == ([], "1")
@@ -80,7 +80,7 @@ def test_roles_get_addresses_and_tcp_in_the_order_of_their_ranks():
 
 
 def test_job_without_a_rate_has_no_links():
-    roles, sockets = local.new_job(LocalJob(1, 1, ("true",)), {})
+    roles, sockets = local.new_job(Job(1, 1, ("true",)), {})
     assert [role.link for role in roles] == [None] * 3 and len(sockets) == 3
     assert {role.env["DMLC_LOCAL"] for role in roles} == {"1"}
 

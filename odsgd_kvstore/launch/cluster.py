@@ -1,0 +1,245 @@
+"""A job over several hosts, from the first word with them to its roles."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from odsgd_kvstore.errors import LaunchError
+from odsgd_kvstore.launch import preflight
+from odsgd_kvstore.launch.addresses import (
+    Address,
+    Place,
+    Seat,
+    choose_addresses,
+    number,
+)
+from odsgd_kvstore.launch.commands import Job, Role, plan_cluster
+from odsgd_kvstore.launch.remote import RemoteHost
+
+HEAR_S, REPORT_S, REACH_S = 40.0, 90.0, 5.0
+PORTS = 20_000, 32_767  # Below those that Linux gives to outgoing connections.
+
+
+class Stopped(Exception):
+    """A signal came before any role was started."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A host of a job.
+
+    Parameters
+    ----------
+    label : str
+        Its name in messages.
+    name : str
+        What the user calls it: a name or an address.
+    agents : tuple of RemoteHost
+        Of several, each starts one role.
+    """
+
+    label: str
+    name: str
+    agents: tuple[RemoteHost, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the roles of a job over several hosts have in common.
+
+    Parameters
+    ----------
+    env : mapping of str to str
+        See `variables.forwarded`.
+    python : str
+        The interpreter on every host.
+    cwd : str
+        The working folder on every host.
+    key : str
+        Seals the messages to the servers.
+    interface : str or None
+        Name of the network interface to use on every host.
+    port_range : tuple of int
+        First and last TCP port.
+    """
+
+    env: Mapping[str, str]
+    python: str
+    cwd: str
+    key: str
+    interface: str | None = None
+    port_range: tuple[int, int] = PORTS
+
+
+def prepare(
+    job: Job,
+    machines: Sequence[Machine],
+    seats: Sequence[Seat],
+    settings: Settings,
+    say: Callable[[str], None],
+    stop: Any = None,
+) -> list[Role]:
+    """Check all hosts, choose addresses and ports, and return the roles.
+
+    Nothing is started. Waits for the hosts, all of them at the same time; the first
+    failure ends it.
+
+    Parameters
+    ----------
+    machines : sequence of Machine
+        Their agents were started already.
+    seats : sequence of Seat
+        Of every role; scheduler, servers, workers.
+    say : callable
+        Takes lines for the user: one per host, and its address.
+    stop : StopSignals, optional
+        Asks for the end.
+
+    Raises
+    ------
+    LaunchError
+        Names the host, what is wrong there, and what to do.
+    Stopped
+        A signal came.
+    """
+    reports, sent = _ask_for_reports(job, machines, seats, settings, stop)
+    labels = [machine.label for machine in machines]
+    lines, error = preflight.judge(reports, labels, sent, job.stock_servers)
+    for line in lines:
+        say(line)
+    if error:
+        raise LaunchError(error)
+    names = [machine.name for machine in machines]
+    addresses = choose_addresses(reports, names, settings.interface)
+    places = number(seats, addresses, [report["ports"] for report in reports])
+    _check_network(machines, addresses, places, stop)
+    for label, address in zip(labels, addresses):
+        say(f"{label}: advertising {address.ip} (from {address.origin})")
+    cores = [report["cores"] for report in reports]
+    env, job_id = settings.env, secrets.token_hex(4)
+    return plan_cluster(
+        job, env, places, labels, cores, settings.key, job_id, settings.cwd
+    )
+
+
+def _ask_for_reports(
+    job: Job,
+    machines: Sequence[Machine],
+    seats: Sequence[Seat],
+    settings: Settings,
+    stop: Any,
+) -> tuple[list[dict[str, Any]], list[tuple[float, float]]]:
+    """What each host says of itself, and when it was asked and had answered."""
+    env = {**settings.env, **job.env}
+
+    def ask(index: int) -> tuple[dict[str, Any], tuple[float, float]]:
+        machine = machines[index]
+        for agent in machine.agents:
+            agent.greet(HEAR_S)
+        request = {
+            "python": settings.python,
+            "env": env,
+            "cwd": settings.cwd,
+            "program": job.command[0],
+            "ports": sum(seat.host == index for seat in seats),
+            "range": list(settings.port_range),
+            "peers": [m.name for m in machines if m is not machine],
+            "resolve": machine.name,
+        }
+        before = time.time()
+        report = machine.agents[0].ask("report", REPORT_S, **request)
+        return report, (before, time.time())
+
+    answers = in_parallel(ask, range(len(machines)), stop)
+    return [report for report, _ in answers], [times for _, times in answers]
+
+
+def _check_network(
+    machines: Sequence[Machine],
+    addresses: Sequence[Address],
+    places: Sequence[Place],
+    stop: Any,
+) -> None:
+    """Listen on each role's port, and connect to it from every other host."""
+    hosts = range(len(machines))
+
+    def listen(host: int) -> None:
+        ports = [place.port for place in places if place.host == host]
+        agent, ip = machines[host].agents[0], addresses[host].ip
+        failed = agent.ask("listen", HEAR_S, ip=ip, ports=ports)["failed"]
+        if failed:
+            causes = "; ".join(f"port {port}: {why}" for port, why in failed.items())
+            raise LaunchError(
+                f"{machines[host].label}: cannot listen on {ip}: {causes}. Start the "
+                "job again, or give other ports with --port-range"
+            )
+
+    def reach(host: int) -> None:
+        targets = [(p.ip, p.port) for p in places if p.host != host]
+        agent, label = machines[host].agents[0], machines[host].label
+        answer = agent.ask("reach", HEAR_S, targets=targets, timeout=REACH_S)
+        for ip, port, why in answer["failed"]:
+            place = next(p for p in places if (p.ip, p.port) == (ip, port))
+            kind, target = place.kind, machines[place.host].label
+            raise LaunchError(
+                f"{label} does not reach {target} at {ip} port {port} (for the {kind} "
+                f"there): {why}. Open the ports in the firewall, choose ones that are "
+                "open with --port-range A-B, or a network that all hosts share with "
+                "--interface NAME or with addresses in the host file"
+            )
+
+    def close(host: int) -> None:
+        machines[host].agents[0].ask("close", HEAR_S)
+
+    for step in (listen, reach, close):
+        in_parallel(step, hosts, stop)
+
+
+def in_parallel(
+    function: Callable[[Any], Any], items: Sequence[Any], stop: Any = None
+) -> list[Any]:
+    """Call `function` with each item, all at the same time; the results in order.
+
+    Raises
+    ------
+    Stopped
+        `stop` was asked for meanwhile.
+    Exception
+        The first that any call raised; the others are not waited for.
+    """
+    done: queue.SimpleQueue = queue.SimpleQueue()
+
+    def call(index: int, item: Any) -> None:
+        try:
+            done.put((index, function(item), None))
+        except Exception as error:
+            done.put((index, None, error))
+
+    for index, item in enumerate(items):
+        threading.Thread(target=call, args=(index, item), daemon=True).start()
+    results: dict[int, Any] = {}
+    while len(results) < len(items):
+        if stop is not None and stop.requested:
+            raise Stopped
+        with contextlib.suppress(queue.Empty):
+            index, result, error = done.get(timeout=0.1)
+            if error is not None:
+                raise error
+            results[index] = result
+    return [results[index] for index in range(len(items))]
+
+
+def close_all(machines: Sequence[Machine]) -> None:
+    """End all agents, with what they started; returns when they have ended."""
+    agents = [agent for machine in machines for agent in machine.agents]
+    for agent in agents:
+        agent.finish()
+    with contextlib.suppress(LaunchError):
+        in_parallel(lambda agent: agent.close(), agents)

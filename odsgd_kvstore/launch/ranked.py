@@ -1,0 +1,197 @@
+"""Jobs whose processes mpirun or srun starts: rank 0 controls, the others are agents.
+
+Each rank takes one role: 0 the scheduler, then the servers, then the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing import Pipe
+
+import click
+
+from odsgd_kvstore.errors import ConfigError, LaunchError
+from odsgd_kvstore.launch.addresses import Seat
+from odsgd_kvstore.launch.agent import Agent
+from odsgd_kvstore.launch.cluster import Machine, Stopped, close_all
+from odsgd_kvstore.launch.commands import Job, with_package
+from odsgd_kvstore.launch.local import usable_cores
+from odsgd_kvstore.launch.mpi import (
+    ByBroadcast,
+    find_mpirun,
+    mpirun_argv,
+    needs_oversubscribe,
+)
+from odsgd_kvstore.launch.ranks import (
+    Rank,
+    Way,
+    check_size,
+    meet_as_agent,
+    meet_as_controller,
+    of_environment,
+    parent_watch,
+)
+from odsgd_kvstore.launch.remote import RemoteHost
+from odsgd_kvstore.launch.signals import StopSignals
+from odsgd_kvstore.launch.slurm import ByNodeList, srun_argv
+from odsgd_kvstore.launch.start import (
+    SILENCE_S,
+    Options,
+    run_on,
+    settings,
+    with_program,
+)
+from odsgd_kvstore.launch.variables import KEY_VARIABLES, forwarded
+
+PATIENCE_S = 10.0
+_WAYS = {"mpi": ByBroadcast, "slurm": ByNodeList}
+
+
+def run_ranks(
+    job: Job,
+    launcher: str,
+    options: Options,
+    argv: Sequence[str],
+    hostfile: str | None = None,
+    is_dry: bool = False,
+) -> int:
+    """Take this process's part of a job, or call mpirun or srun for all of them.
+
+    Parameters
+    ----------
+    launcher : str
+        'mpi' or 'slurm'.
+    argv : sequence of str
+        The arguments that this launcher was called with.
+    hostfile : str, optional
+        For mpirun, in its own form.
+    is_dry : bool
+        Only show what would be started.
+
+    Returns
+    -------
+    int
+        The exit code of the job on rank 0; on the others 0 if rank 0 saw it to its
+        end. It does not return where it becomes mpirun or srun.
+
+    Raises
+    ------
+    LaunchError
+        The ranks are not as many as the roles, or do not meet, or a host's preflight
+        failed.
+    """
+    me = [sys.executable, "-m", "odsgd_kvstore.launch", *argv]
+    rank = of_environment(launcher, os.environ)
+    if rank is None:
+        return _call(job, launcher, me, hostfile, is_dry)
+    if hostfile is not None and rank.rank == 0 and not is_dry:
+        options.say(f"-H {hostfile} is not used: mpirun has started the ranks already")
+    check_size(rank, job.num_workers, job.num_servers, me)
+    if is_dry:
+        if rank.rank == 0:
+            click.echo("\n".join(f"rank {i}: {n}" for i, n in enumerate(job.names)))
+        return 0
+    try:
+        way = _WAYS[launcher](rank, os.environ, options.port_range)
+        if rank.rank > 0:
+            return _serve(rank, way)
+        return _control(with_program(job), rank, way, options)
+    except ConfigError as error:
+        raise LaunchError(str(error)) from error
+
+
+def _control(job: Job, rank: Rank, way: Way, options: Options) -> int:
+    """Rank 0's part."""
+    with StopSignals() as stop, contextlib.ExitStack() as stack:
+        parent_watch(lambda: stop.ask(signal.SIGTERM))
+        guests = meet_as_controller(
+            rank, way, on_wait=lambda text: click.echo(f"Waiting: {text}", err=True)
+        )
+        ours, theirs = Pipe()
+        # The roles that an agent starts end with its thread: this one stays.
+        agent = Agent(theirs, theirs, SILENCE_S)
+        threading.Thread(target=agent.serve, daemon=True).start()
+        hosts = [RemoteHost(rank.node, ours, ours, SILENCE_S)]
+        for guest in guests:
+            connection = guest.connection
+            hosts.append(RemoteHost(guest.node, connection, connection, SILENCE_S))
+        machines = _by_node(hosts)
+        stack.callback(close_all, machines)
+        places = [machine.label for machine in machines]
+        seats = [
+            Seat(kind, places.index(host.label)) for kind, host in zip(job.kinds, hosts)
+        ]
+        try:
+            return run_on(job, machines, seats, settings(options), options, stop)
+        except Stopped:
+            return 128 + stop.number
+
+
+def _by_node(hosts: Sequence[RemoteHost]) -> list[Machine]:
+    """The agents by the node that they are on."""
+    nodes: dict[str, list[RemoteHost]] = {}
+    for host in hosts:
+        nodes.setdefault(host.label, []).append(host)
+    return [Machine(node, node, tuple(agents)) for node, agents in nodes.items()]
+
+
+def _serve(rank: Rank, way: Way) -> int:
+    """Another rank's part: its role, as rank 0 says."""
+    # mpirun and srun signal every rank. Rank 0 ends the job in an orderly way; this
+    # one waits for it, but not for long.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave_soon)
+    parent_watch(lambda: os._exit(128 + signal.SIGTERM))
+    connection = meet_as_agent(rank, way)
+    return 0 if Agent(connection, connection, SILENCE_S).serve() else 1
+
+
+def _leave_soon(number: int, _frame: object) -> None:
+    """End this process after a while; the roles that it started end with it."""
+    timer = threading.Timer(PATIENCE_S, os._exit, [128 + number])
+    timer.daemon = True
+    timer.start()
+
+
+def _call(
+    job: Job, launcher: str, me: Sequence[str], hostfile: str | None, is_dry: bool
+) -> int:
+    """Become mpirun or srun, with this launcher as each rank."""
+    env = dict(os.environ)
+    if not any(env.get(name) for name in KEY_VARIABLES):
+        env["ODSGD_KEY"] = secrets.token_hex(32)
+    # The interpreter of the ranks finds this package as this one does.
+    path = with_package(env.get("PYTHONPATH", ""))
+    if path:
+        env["PYTHONPATH"] = path
+    if launcher == "slurm":
+        if not env.get("SLURM_JOB_ID"):
+            raise LaunchError(
+                "--launcher slurm runs inside an allocation: call it in a script for "
+                "sbatch or in a shell of salloc, or with "
+                f"'srun --ntasks={job.num_roles} odsgd-launch --launcher slurm ...'"
+            )
+        command = srun_argv(job.num_roles, me, env)
+    else:
+        program, kind = find_mpirun(env)
+        wide = needs_oversubscribe(job.num_roles, hostfile, env, usable_cores())
+        names = [*forwarded(env), *(n for n in KEY_VARIABLES if env.get(n)), *job.env]
+        command = mpirun_argv(
+            program, kind, job.num_roles, me,
+            names=sorted({*names, "PATH"}), hostfile=hostfile, oversubscribe=wide,
+        )  # fmt: skip
+    if is_dry:
+        click.echo(shlex.join(command))
+        return 0
+    sys.stdout.flush()
+    try:
+        os.execvpe(command[0], command, env)
+    except OSError as error:
+        raise LaunchError(f"{command[0]} cannot be started: {error}") from error

@@ -1,0 +1,271 @@
+"""The controller's side of the agents: their connections, and the roles behind them."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import json
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from odsgd_kvstore._version import __version__
+from odsgd_kvstore.errors import LaunchError
+from odsgd_kvstore.launch import EXIT_LOST
+from odsgd_kvstore.launch.agent import ALIVE_S
+from odsgd_kvstore.launch.commands import Role
+from odsgd_kvstore.launch.variables import KEY_VARIABLES, STALE_ELSEWHERE
+
+MOST_CHUNKS = 256
+START_S = 60.0
+
+
+class RemoteHost:
+    """A host's agent, as the controller sees it.
+
+    Parameters
+    ----------
+    label : str
+        The host's name in messages.
+    reader, writer : multiprocessing.connection.Connection
+        From and to the agent; may be the same.
+    silence_s : float
+        Seconds without a message after which the host counts as lost.
+    why_lost : callable
+        Says why the connection ended, as far as that is known; may wait a little.
+    on_close : callable
+        Called once when the connection has ended.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        reader: Connection,
+        writer: Connection,
+        silence_s: float = 30.0,
+        why_lost: Callable[[], str] = str,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.label = label
+        self._reader, self._writer = reader, writer
+        self._silence_s, self._why_lost, self._on_close = silence_s, why_lost, on_close
+        self._lock, self._state = threading.Lock(), threading.Lock()
+        self._numbers = itertools.count()
+        self._answers: dict[int, queue.SimpleQueue] = {}
+        self._processes: dict[str, RemoteProcess] = {}
+        self._ended = threading.Event()
+        self.loss: str | None = None  # Why no message comes any more.
+        self._hello: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._receive, daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._say_alive, daemon=True).start()
+
+    def greet(self, timeout_s: float) -> None:
+        """Return once the agent runs there, with the same version of this package.
+
+        Raises
+        ------
+        LaunchError
+            It does not; says why, and what to do.
+        """
+        answer = self._wait(self._hello, timeout_s, "the start of its agent")
+        if answer["op"] == "fatal":
+            raise LaunchError(
+                f"{self.label}: odsgd_kvstore cannot be imported by Python "
+                f"{answer['python']} there ({answer['error']}); install the same version "
+                "there, or have it in a folder of PYTHONPATH, which is forwarded"
+            )
+        if answer["version"] != __version__:
+            raise LaunchError(
+                f"{self.label}: odsgd_kvstore is version {answer['version']} there, and "
+                f"{__version__} here; install the same version on all hosts"
+            )
+
+    def ask(self, op: str, timeout_s: float, **request: Any) -> Any:
+        """Return the agent's answer to a request.
+
+        Raises
+        ------
+        LaunchError
+            It failed there, or the host is lost, or there was no answer in time.
+        """
+        number, answers = next(self._numbers), queue.SimpleQueue()
+        with self._state:
+            if self.loss is None:
+                self._answers[number] = answers
+        if self.loss is not None:
+            raise LaunchError(self._lost())
+        self.send(op=op, id=number, request=request)
+        answer = self._wait(answers, timeout_s, repr(op))
+        if "error" in answer:
+            raise AgentError(f"{self.label}: {answer['error']}", answer["is_missing"])
+        return answer["value"]
+
+    def _wait(self, answers: queue.SimpleQueue, timeout_s: float, what: str) -> Any:
+        """The next answer, or why there is none."""
+        try:
+            answer = answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise LaunchError(
+                f"{self.label}: no answer within {timeout_s:g} s ({what}). Is the host "
+                "overloaded, or does its shell wait for input at login?"
+            ) from None
+        if answer is None:
+            raise LaunchError(self._lost())
+        return answer
+
+    def _lost(self) -> str:
+        return f"{self.label}: {self.loss}"
+
+    def send(self, **message: Any) -> None:
+        """Send a message; a loss is noticed where messages are received."""
+        data = json.dumps(message).encode()
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            self._writer.send_bytes(data)
+
+    def start(self, role: Role, events: queue.SimpleQueue) -> RemoteProcess:
+        """Start a role there; `events` hears of its end.
+
+        Raises
+        ------
+        LaunchError
+            It could not be started.
+        """
+        process = RemoteProcess(role, self, events)
+        self._processes[role.name] = process
+        try:
+            process.pid = self.ask(
+                "start",
+                START_S,
+                role=role.name,
+                argv=list(role.argv),
+                env=dict(role.env),
+                unset=sorted({*STALE_ELSEWHERE, *KEY_VARIABLES}),
+                cwd=role.cwd,
+            )["pid"]
+        except LaunchError:
+            process.lose()
+            raise
+        return process
+
+    def finish(self) -> None:
+        """Tell the agent to end all that it started, and itself; does not wait."""
+        self.send(op="end")
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the connection; waits for the agent's own end, but not for long."""
+        self.finish()
+        self._thread.join(timeout_s)
+        self._ended.set()
+        self._on_close()
+
+    def _receive(self) -> None:
+        """Take messages until the agent ends or is lost."""
+        loss = None
+        try:
+            while loss is None:
+                if self._reader.poll(self._silence_s):
+                    self._take(json.loads(self._reader.recv_bytes()))
+                else:
+                    loss = f"nothing was heard of this host for {self._silence_s:g} s"
+        except (OSError, EOFError, ValueError):
+            loss = self._why_lost() or "the connection to this host ended"
+        self._ended.set()
+        with self._state:
+            self.loss = loss
+            waiting = list(self._answers.values())
+        for answers in [*waiting, self._hello]:
+            answers.put(None)
+        for process in list(self._processes.values()):
+            process.lose()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        op = message["op"]
+        if op in ("hello", "fatal"):
+            self._hello.put(message)
+        elif op == "answer":
+            self._answers.pop(message["id"]).put(message)
+        elif op in ("output", "closed", "exit", "gone"):
+            getattr(self._processes[message["role"]], f"on_{op}")(message)
+
+    def _say_alive(self) -> None:
+        while not self._ended.wait(ALIVE_S):
+            self.send(op="alive")
+
+
+class AgentError(LaunchError):
+    """A request failed on a host."""
+
+    def __init__(self, message: str, is_missing: bool) -> None:
+        super().__init__(message)
+        self.is_missing = is_missing  # A file that is not there.
+
+
+class RemoteProcess:
+    """A role on another host, with what `children.Child` has.
+
+    Parameters
+    ----------
+    role : Role
+        What it is.
+    host : RemoteHost
+        Where it is.
+    events : queue.SimpleQueue
+        Hears of its end.
+    """
+
+    def __init__(self, role: Role, host: RemoteHost, events: queue.SimpleQueue) -> None:
+        self.role, self._host, self._events = role, host, events
+        self.pid = 0
+        self.exit_code: int | None = None
+        self.loss = ""
+        self.last_lines: deque[str] = deque()
+        self._has_exited = self._is_gone = False
+        self._chunks: queue.Queue[bytes | None] = queue.Queue(MOST_CHUNKS)
+
+    def lives(self) -> bool:
+        """Whether the role or a child in its process group is known to run."""
+        return not self._is_gone
+
+    def send(self, number: int) -> None:
+        """Signal its process group."""
+        self._host.send(op="signal", role=self.role.name, number=number, group=True)
+
+    def poke(self, number: int) -> None:
+        """Signal the process alone."""
+        self._host.send(op="signal", role=self.role.name, number=number, group=False)
+
+    def read(self, _stop: int, on_data: Callable[[bytes], None]) -> None:
+        """Pass on the output until it ends; the agent ends it for the controller."""
+        for data in iter(self._chunks.get, None):
+            on_data(data)
+
+    def on_output(self, message: dict[str, Any]) -> None:
+        """Take a part of its output; waits while nobody takes it on."""
+        self._chunks.put(base64.b64decode(message["data"]))
+
+    def on_closed(self, _: dict[str, Any]) -> None:
+        """Its output ended."""
+        self._chunks.put(None)
+
+    def on_exit(self, message: dict[str, Any]) -> None:
+        """It ended."""
+        self._has_exited = True
+        self._events.put(("exit", (self, message["code"])))
+
+    def on_gone(self, _: dict[str, Any]) -> None:
+        """Its process group ended."""
+        self._is_gone = True
+
+    def lose(self) -> None:
+        """Its host is lost: count it as ended."""
+        self._is_gone = True
+        if not self._has_exited:
+            self._has_exited = True
+            self.loss = self._host.loss or "could not be started"
+            self._events.put(("exit", (self, EXIT_LOST)))
+        self._chunks.put(None)

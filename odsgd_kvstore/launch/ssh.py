@@ -1,0 +1,307 @@
+"""Hosts that are reached by ssh: one connection each, with the agent at its other end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from odsgd_kvstore.errors import LaunchError
+from odsgd_kvstore.launch.hosts import Host
+from odsgd_kvstore.launch.remote import RemoteHost
+from odsgd_kvstore.launch.signals import StopSignals
+
+# Never asks; notices within 20 s that a host is gone; no forwarding, no terminal.
+OPTIONS = (
+    "BatchMode=yes",
+    "ConnectTimeout=10",
+    "ServerAliveInterval=5",
+    "ServerAliveCountMax=3",
+    "ControlPath=none",
+    "ClearAllForwardings=yes",
+    "RemoteCommand=none",
+    "RequestTTY=no",
+    "LogLevel=ERROR",
+)
+# Constant: all else, the key too, comes through standard input. Every shell takes it.
+START = "exec {python} -c 'import sys;exec(sys.stdin.buffer.readline())'"
+# The first line that it reads, in front of which a login shell may print anything.
+_PROGRAM = """
+import json, os, struct, sys
+sys.argv[:] = ["odsgd-agent"]
+sys.path[:0] = {paths!r}
+os.write(1, {mark!r})
+try:
+    from odsgd_kvstore.launch.agent import main
+except Exception as error:
+    text = "%s: %s" % (type(error).__name__, error)
+    message = {{"op": "fatal", "error": text, "python": sys.version.split()[0]}}
+    data = json.dumps(message).encode()
+    os.write(1, struct.pack("!i", len(data)) + data)
+    sys.exit(1)
+main({silence_s!r})
+"""
+HEAR_S = 30.0
+ADVICE = {
+    "Permission denied": "no key of yours is accepted there, and ssh must not ask for "
+    "a password: put your public key there (ssh-copy-id HOST), or start an ssh-agent",
+    "Host key verification failed": "the host's key is not known, or has changed: "
+    "connect once by hand (ssh HOST), or add it with ssh-keyscan",
+    "Could not resolve hostname": "check the name in the host file and in ~/.ssh/config",
+    "Connection refused": "no sshd listens there: check the port in the host file",
+    "timed out": "the host is down, or a firewall is between: check with ssh HOST true",
+    "No route to host": "the host is down, or on a network that is not reached from "
+    "here: check with ssh HOST true",
+    "not found": "make the same virtual environment there, at the same path, or start "
+    "from one that is on a file system which all hosts share",
+    "No such file": "make the same virtual environment there, at the same path, or "
+    "start from one that is on a file system which all hosts share",
+}
+
+
+def ssh_argv(host: Host, options: Sequence[str], python: str) -> list[str]:
+    """The command that starts the agent on a host.
+
+    Parameters
+    ----------
+    options : sequence of str
+        The user's own (``--ssh-opts``); of an option given twice ssh takes the first.
+    python : str
+        Path of the interpreter there.
+    """
+    argv = ["ssh", *options]
+    for option in OPTIONS:
+        argv += ["-o", option]
+    if host.port is not None:
+        argv += ["-p", str(host.port)]
+    if host.user:
+        argv += ["-l", host.user]
+    return [*argv, "--", host.name, START.format(python=shlex.quote(python))]
+
+
+def rsync_argv(
+    host: Host, options: Sequence[str], source: str, target: str
+) -> list[str]:
+    """The command that makes a host's folder `target` like `source`.
+
+    What is only in `target` stays there.
+    """
+    shell = ["ssh", *options]
+    for option in OPTIONS:
+        if not option.startswith("RemoteCommand"):
+            shell += ["-o", option]
+    if host.port is not None:
+        shell += ["-p", str(host.port)]
+    if host.user:
+        shell += ["-l", host.user]
+    name = f"[{host.name}]" if ":" in host.name else host.name
+    # Without --protect-args the shell there would take blanks for separators.
+    argv = ["rsync", "-az", "--protect-args", "-e", shlex.join(shell)]
+    return [*argv, "--", source.rstrip("/") + "/", f"{name}:{target}/"]
+
+
+def connect(
+    host: Host,
+    options: Sequence[str],
+    paths: Sequence[str],
+    silence_s: float,
+    python: str = sys.executable,
+) -> RemoteHost:
+    """Start the agent on a host; returns at once, see `RemoteHost.greet`.
+
+    Parameters
+    ----------
+    paths : sequence of str
+        Where Python looks for this package there, before its own places.
+    silence_s : float
+        After which host and controller count each other as lost.
+
+    Raises
+    ------
+    LaunchError
+        There is no ssh here.
+    """
+    if shutil.which("ssh") is None:
+        raise LaunchError(
+            "the program 'ssh' is not installed; install it (Debian and Ubuntu: "
+            "apt-get install openssh-client; Fedora: dnf install openssh-clients)"
+        )
+    return _Session(host, options, paths, silence_s, python).remote
+
+
+class _Session:
+    """An ssh process, and what it says in its own name."""
+
+    def __init__(
+        self,
+        host: Host,
+        options: Sequence[str],
+        paths: Sequence[str],
+        silence_s: float,
+        python: str,
+    ) -> None:
+        self._host, self._python = host, python
+        # In a session of its own it survives an interrupt from the terminal, which the
+        # roles are to hear of in an orderly way; it ends when we close its input.
+        self._popen = subprocess.Popen(
+            ssh_argv(host, options, python),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._said: deque[str] = deque(maxlen=20)
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        mark = b"\nodsgd-agent " + secrets.token_hex(8).encode() + b"\n"
+        program = _PROGRAM.format(paths=list(paths), mark=mark, silence_s=silence_s)
+        with contextlib.suppress(OSError):  # It ended already: `_why` says so.
+            os.write(self._popen.stdin.fileno(), f"exec({program!r})\n".encode())
+        self.remote = RemoteHost(
+            host.label,
+            _Marked(self._popen.stdout.fileno(), mark),
+            Connection(os.dup(self._popen.stdin.fileno()), readable=False),
+            silence_s,
+            self._why,
+            self._close,
+        )
+        self._popen.stdin.close()
+
+    def _listen(self) -> None:
+        """Keep the last lines that ssh or the program there wrote as errors."""
+        with self._popen.stderr as errors:
+            for line in errors:
+                self._said.append(line.decode(errors="replace").rstrip())
+
+    def _why(self) -> str:
+        """Why the connection ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(5.0)
+        self._listener.join(1.0)
+        said = "; ".join(line for line in self._said if line)
+        text = f"the connection ended (ssh exit code {self._popen.returncode})"
+        text += f": {said}" if said else ""
+        known = [advice for part, advice in ADVICE.items() if part in said]
+        return f"{text}. {known[0].replace('HOST', self._host.name)}" if known else text
+
+    def _close(self) -> None:
+        """End ssh if it has not ended by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(2.0)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._popen.poll() is None:
+                self._popen.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._popen.wait(2.0)
+        self._popen.stdout.close()
+
+
+class _Marked(Connection):
+    """A connection whose messages begin after a mark, whatever a shell says first."""
+
+    def __init__(self, fd: int, mark: bytes) -> None:
+        super().__init__(os.dup(fd), writable=False)
+        self._mark: bytes | None = mark
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Whether a message begins within so many seconds."""
+        if self._mark is not None and not self._find(timeout):
+            return False
+        return super().poll(timeout)
+
+    def _find(self, timeout: float | None) -> bool:
+        """Read up to the mark; whether it came."""
+        seen = bytearray()
+        while not seen.endswith(self._mark):
+            if not super().poll(timeout):
+                return False
+            data = os.read(self.fileno(), 1)
+            if not data:
+                raise EOFError
+            seen += data
+        self._mark = None
+        return True
+
+
+def synchronise(
+    hosts: Sequence[Host],
+    options: Sequence[str],
+    source: str,
+    target: str,
+    stop: StopSignals,
+) -> None:
+    """Copy a folder to all hosts, at the same time; returns when it is there.
+
+    Parameters
+    ----------
+    stop : StopSignals
+        Ends the wait.
+
+    Raises
+    ------
+    LaunchError
+        There is no rsync here, or a copy failed: names the host.
+    """
+    if shutil.which("rsync") is None:
+        raise LaunchError(
+            "--sync-dst-dir needs the program 'rsync' here and on every host; install "
+            "it (Debian and Ubuntu: apt-get install rsync), or leave the option out"
+        )
+    with contextlib.ExitStack() as stack:
+        copies = [
+            _Copy(host, rsync_argv(host, options, source, target), stack)
+            for host in hosts
+        ]
+        while any(copy.popen.poll() is None for copy in copies):
+            if stop.requested:
+                return
+            time.sleep(0.05)
+        failures = [copy.failure() for copy in copies if copy.popen.returncode]
+    if failures:
+        raise LaunchError(
+            f"--sync-dst-dir {target}: not all hosts have the folder now. "
+            + " | ".join(failures)
+        )
+
+
+class _Copy:
+    """A running rsync, ended with `stack`."""
+
+    def __init__(
+        self, host: Host, argv: Sequence[str], stack: contextlib.ExitStack
+    ) -> None:
+        self._host = host
+        self._errors = stack.enter_context(tempfile.TemporaryFile())
+        self.popen = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            start_new_session=True,
+        )
+        stack.callback(self._end)
+
+    def _end(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.terminate()
+            self.popen.wait()
+
+    def failure(self) -> str:
+        """What went wrong."""
+        self._errors.seek(0)
+        said = "; ".join(self._errors.read().decode(errors="replace").split("\n"))
+        return (
+            f"{self._host.label}: rsync ended with code {self.popen.returncode}: "
+            f"{said.strip('; ')}"
+        )

@@ -1,0 +1,219 @@
+"""Runs a job with the launcher that the user chose, from its settings to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import click
+
+from odsgd_kvstore.config import job_key
+from odsgd_kvstore.errors import ConfigError, LaunchError
+from odsgd_kvstore.launch import JobResult, ssh
+from odsgd_kvstore.launch.addresses import Seat, seats
+from odsgd_kvstore.launch.cluster import (
+    PORTS,
+    Machine,
+    Settings,
+    Stopped,
+    close_all,
+    prepare,
+)
+from odsgd_kvstore.launch.commands import Job, Role, describe, with_package
+from odsgd_kvstore.launch.hosts import HostFile
+from odsgd_kvstore.launch.local import new_job
+from odsgd_kvstore.launch.logs import Logs
+from odsgd_kvstore.launch.output import print_line
+from odsgd_kvstore.launch.processes import EXIT_BROKEN_PIPE, run_roles
+from odsgd_kvstore.launch.remote import RemoteHost
+from odsgd_kvstore.launch.signals import StopSignals
+from odsgd_kvstore.launch.variables import forwarded
+
+INTRODUCTION = (
+    "Workers run the command, servers hold the weights and update them, and the "
+    "scheduler introduces them to each other:"
+)
+SILENCE_S = 30.0  # Without a word, after which host and launcher count as lost.
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user said of the run, beside the job itself.
+
+    Parameters
+    ----------
+    timeout : float or None
+        Seconds for the whole job.
+    log_dir : str or None
+        Folder for a log file of each role.
+    is_quiet : bool
+        Whether only failures are shown.
+    interface : str or None
+        Network interface to use on every host.
+    port_range : tuple of int
+        First and last TCP port.
+    ssh_options : tuple of str
+        Further arguments of ssh.
+    sync_dst_dir : str or None
+        Where every host gets a copy of the current folder.
+    """
+
+    timeout: float | None = None
+    log_dir: str | None = None
+    is_quiet: bool = False
+    interface: str | None = None
+    port_range: tuple[int, int] = PORTS
+    ssh_options: tuple[str, ...] = ()
+    sync_dst_dir: str | None = None
+
+    def say(self, text: str) -> None:
+        """Show a line that is not a failure."""
+        if not self.is_quiet:
+            click.echo(text)
+
+
+def run_here(job: Job, options: Options) -> int:
+    """Run a job on this machine; return its exit code when it has ended."""
+    _check_mxnet()
+    roles, sockets = new_job(job, os.environ)
+    with StopSignals() as stop:
+        return _run(roles, options, stop, sockets=sockets)
+
+
+def run_over_ssh(job: Job, file: HostFile, options: Options) -> int:
+    """Run a job on the hosts of a host file; return its exit code when it has ended.
+
+    Nothing of it is left on a host then.
+    """
+    job = with_program(job)
+    places = seats(file, job.num_workers, job.num_servers)
+    used = sorted({seat.host for seat in places})
+    places = [replace(seat, host=used.index(seat.host)) for seat in places]
+    hosts = [file.hosts[index] for index in used]
+    common = settings(options)
+    with StopSignals() as stop, contextlib.ExitStack() as stack:
+        try:
+            if options.sync_dst_dir is not None:
+                folders = os.getcwd(), options.sync_dst_dir
+                ssh.synchronise(hosts, options.ssh_options, *folders, stop)
+                if stop.requested:
+                    raise Stopped
+            paths = _python_paths(common.env)
+            agents = [
+                ssh.connect(host, options.ssh_options, paths, SILENCE_S)
+                for host in hosts
+            ]
+            machines = [
+                Machine(host.label, host.name, (agent,))
+                for host, agent in zip(hosts, agents)
+            ]
+            stack.callback(close_all, machines)
+            return run_on(job, machines, places, common, options, stop)
+        except Stopped:
+            return 128 + stop.number
+
+
+def run_on(
+    job: Job,
+    machines: Sequence[Machine],
+    places: Sequence[Seat],
+    common: Settings,
+    options: Options,
+    stop: StopSignals,
+) -> int:
+    """Run a job on machines whose agents run; return its exit code."""
+    roles = prepare(job, machines, places, common, options.say, stop)
+    hosts = {machine.label: machine.agents for machine in machines}
+    return _run(roles, options, stop, hosts=hosts)
+
+
+def settings(options: Options) -> Settings:
+    """What the roles on all hosts have in common, from this process."""
+    try:
+        key = job_key(os.environ).decode()
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise LaunchError(str(error)) from error
+    return Settings(
+        env=forwarded(os.environ),
+        python=sys.executable,
+        cwd=options.sync_dst_dir or os.getcwd(),
+        key=key or secrets.token_hex(32),
+        interface=options.interface,
+        port_range=options.port_range,
+    )
+
+
+def _python_paths(env: Mapping[str, str]) -> list[str]:
+    """Where this package is looked for on other hosts, before Python's own places."""
+    path = with_package(env.get("PYTHONPATH", ""))
+    return [folder for folder in path.split(os.pathsep) if folder]
+
+
+def with_program(job: Job) -> Job:
+    """The job with its program as found here, so that it is the same on every host."""
+    program, *arguments = job.command
+    found = None if os.sep in program else shutil.which(program)
+    return replace(job, command=(found or program, *arguments))
+
+
+def _check_mxnet() -> None:
+    """The servers run in this Python; say early that they can't."""
+    if importlib.util.find_spec("mxnet") is None:
+        raise click.ClickException(
+            f"MXNet is not installed in {sys.executable}; install it with "
+            "'pip install odsgd-kvstore[cpu]', or a CUDA build of MXNet 1.9.1"
+        )
+
+
+def _run(
+    roles: Sequence[Role],
+    options: Options,
+    stop: StopSignals,
+    sockets: Sequence[str] = (),
+    hosts: Mapping[str, Sequence[RemoteHost]] | None = None,
+) -> int:
+    """Run the roles, with a table before and a report after; return the exit code."""
+    on_line = _hide if options.is_quiet else print_line
+    try:
+        with contextlib.ExitStack() as stack:
+            logs: Mapping[str, str] = {}
+            if options.log_dir is not None:
+                files = stack.enter_context(Logs(options.log_dir, roles, on_line))
+                on_line, logs = files.write, files.paths
+
+            def show_table(pids: Mapping[str, int]) -> None:
+                options.say(f"{INTRODUCTION}\n{describe(roles, pids, logs)}")
+                if roles[0].link is not None:
+                    options.say(f"Network of each role: {roles[0].link.limits}")
+
+            result = run_roles(
+                roles,
+                on_line=on_line,
+                timeout=options.timeout,
+                sockets=sockets,
+                on_started=show_table,
+                stop=stop,
+                hosts=hosts,
+            )
+        _report(result, options)
+    except BrokenPipeError:
+        return EXIT_BROKEN_PIPE
+    return result.exit_code
+
+
+def _hide(_role: Role, _text: str) -> None:
+    """Show no line."""
+
+
+def _report(result: JobResult, options: Options) -> None:
+    """One closing line, or what went wrong."""
+    if result.exit_code:
+        click.echo(f"odsgd-launch: {result.message}", err=True)
+    else:
+        options.say(f"odsgd-launch: done in {result.seconds:.1f} s")
