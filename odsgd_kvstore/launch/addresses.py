@@ -264,7 +264,9 @@ def choose_addresses(
     127.0.0.1, unless an interface was asked for.
     """
     if interface is None and len({report["machine"] for report in reports}) == 1:
-        return [Address(LOOPBACK, "loopback, as all roles are on one machine")] * len(reports)
+        return [Address(LOOPBACK, "loopback, as all roles are on one machine")] * len(
+            reports
+        )
     choices = [_choice(reports, names, i, interface) for i in range(len(reports))]
     common = _common_network(choices)
     if common is None:
@@ -278,10 +280,10 @@ def _choice(
     """Sort the addresses of a host."""
     usable = usable_addresses(reports, names[index], index, wanted)
     origins: dict[str, str] = {}
-    is_fixed = wanted is not None and len(usable) == 1
+    is_fixed = False
     for ip, origin, is_wish in _candidates(reports, names[index], index):
         if ip in usable and ip not in origins:
-            is_fixed |= is_wish and not origins
+            is_fixed |= is_wish
             origins[ip] = origin
     if len(usable) == 1 and not origins:
         origins = dict.fromkeys(usable, "its only address")
@@ -294,7 +296,10 @@ def _choice(
 def _candidates(
     reports: Sequence[Mapping], name: str, index: int
 ) -> Iterator[tuple[str, str, bool]]:
-    """Addresses that something speaks for: address, origin, whether it is a wish."""
+    """Addresses that something speaks for, wishes of the user first.
+
+    Yields address, origin, and whether it is a wish.
+    """
     report = reports[index]
     yield name, "host file", True
     for view in (report, *reports):
@@ -322,5 +327,7 @@ def _in_network(choice: _Choice, network: IPv4Network) -> Address:
     """The best address of a host in a network."""
     ip = next(ip for ip in choice.ordered() if choice.network(ip) == network)
     label, _ = choice.interfaces[ip]
-    origin = choice.origins.get(ip, f"interface {label}, in {network} as all other hosts")
+    origin = choice.origins.get(
+        ip, f"interface {label}, in {network} as all other hosts"
+    )
     return Address(ip, origin)

@@ -26,15 +26,6 @@ LEAST_SILENCE_S = 8.0
 DRAIN_S = 0.5
 
 
-def make_folder(folder: str) -> dict[str, Any]:
-    """Make a folder and say whether this user can write there."""
-    path = os.path.abspath(os.path.expanduser(folder))
-    os.makedirs(path, exist_ok=True)
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise PermissionError(f"{path} cannot be written to")
-    return {"path": path}
-
-
 class Agent:
     """One host's part of a job.
 
@@ -56,10 +47,6 @@ class Agent:
         self._readers: list[threading.Thread] = []
         self._stop_read, self._stop_write = os.pipe()
         self._ended = threading.Event()
-        self._operations = {
-            **probe.OPERATIONS,
-            "make_folder": lambda request: make_folder(request["folder"]),
-        }
 
     def serve(self) -> bool:
         """Obey until the controller says 'end' (True) or is lost (False).
@@ -89,8 +76,8 @@ class Agent:
             child = self._children.get(message["role"])
             if child is not None:
                 (child.send if message["group"] else child.poke)(message["number"])
-        elif op in self._operations:
-            arguments = (message, self._operations[op])
+        elif op in probe.OPERATIONS:
+            arguments = (message, probe.OPERATIONS[op])
             threading.Thread(target=self._answer, args=arguments, daemon=True).start()
         return op == "end"
 

@@ -157,7 +157,9 @@ def _kubernetes(job: Job, run: start.Options, options: Mapping[str, Any]) -> int
             "--launcher kubernetes prints a manifest and starts nothing: add --dry-run, "
             "and pass the output to 'kubectl apply -f -'"
         )
-    given = {name: options[name] for name in ("image", "name") if options[name]}
+    given = {
+        name: options[name] for name in ("image", "name") if options[name] is not None
+    }
     click.echo(kubernetes.manifest(job, timeout=run.timeout, **given), nl=False)
     return 0
 

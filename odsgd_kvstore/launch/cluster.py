@@ -14,6 +14,8 @@ from typing import Any
 from odsgd_kvstore.errors import LaunchError
 from odsgd_kvstore.launch import preflight
 from odsgd_kvstore.launch.addresses import (
+    FIRST_PORT,
+    LAST_PORT,
     Address,
     Place,
     Seat,
@@ -22,13 +24,9 @@ from odsgd_kvstore.launch.addresses import (
 )
 from odsgd_kvstore.launch.commands import Job, Role, plan_cluster
 from odsgd_kvstore.launch.remote import RemoteHost
+from odsgd_kvstore.launch.signals import StopSignals
 
 HEAR_S, REPORT_S, REACH_S = 40.0, 90.0, 5.0
-PORTS = 20_000, 32_767  # Below those that Linux gives to outgoing connections.
-
-
-class Stopped(Exception):
-    """A signal came before any role was started."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Settings:
     cwd: str
     key: str
     interface: str | None = None
-    port_range: tuple[int, int] = PORTS
+    port_range: tuple[int, int] = (FIRST_PORT, LAST_PORT)
 
 
 def prepare(
@@ -84,7 +82,7 @@ def prepare(
     seats: Sequence[Seat],
     settings: Settings,
     say: Callable[[str], None],
-    stop: Any = None,
+    stop: StopSignals | None = None,
 ) -> list[Role]:
     """Check all hosts, choose addresses and ports, and return the roles.
 
@@ -134,7 +132,7 @@ def _ask_for_reports(
     machines: Sequence[Machine],
     seats: Sequence[Seat],
     settings: Settings,
-    stop: Any,
+    stop: StopSignals | None,
 ) -> tuple[list[dict[str, Any]], list[tuple[float, float]]]:
     """What each host says of itself, and when it was asked and had answered."""
     env = {**settings.env, **job.env}
@@ -148,7 +146,8 @@ def _ask_for_reports(
             "env": env,
             "cwd": settings.cwd,
             "program": job.command[0],
-            "ports": sum(seat.host == index for seat in seats),
+            "ports": len(seats),
+            "least_ports": sum(seat.host == index for seat in seats),
             "range": list(settings.port_range),
             "peers": [m.name for m in machines if m is not machine],
             "resolve": machine.name,
@@ -165,7 +164,7 @@ def _check_network(
     machines: Sequence[Machine],
     addresses: Sequence[Address],
     places: Sequence[Place],
-    stop: Any,
+    stop: StopSignals | None,
 ) -> None:
     """Listen on each role's port, and connect to it from every other host."""
     hosts = range(len(machines))
@@ -203,7 +202,9 @@ def _check_network(
 
 
 def in_parallel(
-    function: Callable[[Any], Any], items: Sequence[Any], stop: Any = None
+    function: Callable[[Any], Any],
+    items: Sequence[Any],
+    stop: StopSignals | None = None,
 ) -> list[Any]:
     """Call `function` with each item, all at the same time; the results in order.
 
@@ -226,8 +227,8 @@ def in_parallel(
         threading.Thread(target=call, args=(index, item), daemon=True).start()
     results: dict[int, Any] = {}
     while len(results) < len(items):
-        if stop is not None and stop.requested:
-            raise Stopped
+        if stop is not None:
+            stop.check()
         with contextlib.suppress(queue.Empty):
             index, result, error = done.get(timeout=0.1)
             if error is not None:

@@ -3,11 +3,14 @@
 Runs on each host, see `probe`.
 """
 
+import errno
 import json
 import os
 import re
 import signal
 import subprocess
+
+from odsgd_kvstore.launch.shims import shim_argv
 
 LIMIT_S = 75  # MXNet's first import from a network file system takes long.
 MARK = "odsgd-facts "
@@ -46,10 +49,15 @@ class Facts:
         self.found = {"dist_kvstore": False, **dict.fromkeys(TEXTS, "")}
         # With a role it would serve, and a job's key is not needed.
         env = {k: v for k, v in env.items() if not k.startswith(("DMLC_", "ODSGD_KEY"))}
+        self._python = python
         self.process = None
         try:
+            os.stat(python)
+            if not os.access(python, os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             self.process = subprocess.Popen(
-                [python, "-c", FACTS],
+                # Writes nothing, and ends with us.
+                shim_argv(os.getpid(), [python, "-B", "-c", FACTS]),
                 env=env,
                 cwd=cwd if cwd and os.path.isdir(cwd) else None,
                 stdin=subprocess.DEVNULL,
@@ -57,7 +65,7 @@ class Facts:
                 stderr=subprocess.PIPE,
             )
         except OSError as error:
-            self._fail(python, f"cannot be run: {error.strerror}")
+            self._fail(f"cannot be run: {error.strerror}")
 
     def close(self) -> None:
         """End the process if it has not ended."""
@@ -73,7 +81,7 @@ class Facts:
             output, errors = self.process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             text = f"did not import MXNet within {LIMIT_S} s"
-            self._fail(self.process.args[0], text)
+            self._fail(text)
             return self.found
         output, errors = (x.decode(errors="replace") for x in (output, errors))
         _, mark, facts = output.rpartition("\n" + MARK)
@@ -95,8 +103,8 @@ class Facts:
         if code < 0:
             how = "signal {} ({})".format(-code, known.get(-code, "real-time"))
         text = f"ended with {how} in place of its versions{said}"
-        self._fail(self.process.args[0], text)
+        self._fail(text)
 
-    def _fail(self, python: str, text: str) -> None:
+    def _fail(self, text: str) -> None:
         """Record an error."""
-        self.found["python_error"] = f"{python} {text}"
+        self.found["python_error"] = f"{self._python} {text}"

@@ -101,16 +101,16 @@ class _Lobby:
     def _try(self, sock: socket.socket, peer: str) -> None:
         """Exchange proofs, in a thread of its own."""
         guest, reason = None, ""
-        try:
-            guest = admit(sock, self._seal)
-        except NOT_OURS as error:
-            reason = f"{peer}: {_text(error)}"
+        with sock:
+            try:
+                guest = admit(sock, self._seal)
+            except NOT_OURS as error:
+                reason = f"{peer}: {_text(error)}"
         self._arrivals.put((sock, guest, reason))
 
     def _settle(self, sock: socket.socket, guest: Guest | None, reason: str) -> None:
         """Note how an attempt ended."""
         del self._pending[sock]
-        sock.close()
         if guest is None:
             self.strangers.append(reason)
             return
@@ -139,7 +139,7 @@ def _text(error: BaseException) -> str:
 
 
 def _send_verdict(guests: Iterable[Guest], error: str = "") -> None:
-    """Tell guests that all have come, or why they may not stay; then they are closed."""
+    """Tell guests that all have come; with an error they are sent away."""
     for guest in guests:
         with contextlib.suppress(OSError):
             guest.connection.send_bytes(json.dumps({"error": error}).encode())
@@ -153,6 +153,7 @@ def receive(
     seal: Callable[[], tuple[bytes, bytes]],
     deadline: float,
     on_wait: Callable[[str], None] = lambda text: None,
+    check: Callable[[], None] = lambda: None,
 ) -> list[Guest]:
     """Wait at `listener` for the ranks 1 to size - 1, and return them in order.
 
@@ -165,6 +166,8 @@ def receive(
         On the clock of `time.monotonic`.
     on_wait : callable
         Gets a line every ten seconds that says who is missing.
+    check : callable
+        Called several times a second; what it raises ends the meeting.
 
     Raises
     ------
@@ -177,6 +180,7 @@ def receive(
             left = deadline - time.monotonic()
             if left <= 0:
                 raise LaunchError(_who_is_missing(lobby))
+            check()
             lobby.turn(listener, min(left, ACCEPT_S))
             if time.monotonic() >= say_at:
                 say_at += SAY_S

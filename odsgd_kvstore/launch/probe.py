@@ -21,6 +21,8 @@ from odsgd_kvstore.launch.interpreter import Facts
 from odsgd_kvstore.launch.ports import close, find_ports, listen, reach
 
 NAMES_LIMIT_S = 5
+LINK_LIMIT_S = 1.5
+SIOCGIFFLAGS, UP, RUNNING = 0x8913, 0x1, 0x40
 
 
 def report(request: dict) -> dict:
@@ -108,19 +110,29 @@ def _ssh_address(connection: str) -> str:
 
 def _interfaces() -> tuple:
     """(name, IPv4 address, prefix length) of what is up, and of what is down."""
-    found = [], []
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            for name, ip, bits in _addresses():
-                request = struct.pack("16sH14x", name.partition(":")[0].encode(), 0)
-                try:  # SIOCGIFFLAGS; IFF_UP and IFF_RUNNING.
-                    answer = fcntl.ioctl(probe, 0x8913, request)
-                    is_up = struct.unpack_from("16sH", answer)[1] & 0x41 == 0x41
-                except OSError:  # Removed meanwhile.
-                    is_up = False
-                found[0 if is_up else 1].append([name, ip, bits])
-    except OSError:  # No netlink here: nothing is known.
-        pass
+    deadline = time.monotonic() + LINK_LIMIT_S
+    while True:
+        found = _with_flags()
+        # The kernel takes a moment from 'up' to 'running'; without a cable, for ever.
+        starting = [flags for _, flags in found if flags & UP and not flags & RUNNING]
+        if not starting or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    up = [of for of, flags in found if flags & UP and flags & RUNNING]
+    return up, [of for of, _ in found if of not in up]
+
+
+def _with_flags() -> list:
+    """Each address (name, IPv4 address, prefix length) with its interface's flags."""
+    found = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET) as probe:
+        for name, ip, bits in _addresses():  # Without netlink nothing is known.
+            request = struct.pack("16sH14x", name.partition(":")[0].encode(), 0)
+            flags = 0
+            with contextlib.suppress(OSError):  # Removed meanwhile.
+                answer = fcntl.ioctl(probe, SIOCGIFFLAGS, request)
+                _, flags = struct.unpack_from("16sH", answer)
+            found.append(([name, ip, bits], flags))
     return found
 
 

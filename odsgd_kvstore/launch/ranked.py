@@ -20,7 +20,7 @@ import click
 from odsgd_kvstore.errors import ConfigError, LaunchError
 from odsgd_kvstore.launch.addresses import Seat
 from odsgd_kvstore.launch.agent import Agent
-from odsgd_kvstore.launch.cluster import Machine, Stopped, close_all
+from odsgd_kvstore.launch.cluster import Machine, close_all
 from odsgd_kvstore.launch.commands import Job, with_package
 from odsgd_kvstore.launch.local import usable_cores
 from odsgd_kvstore.launch.mpi import (
@@ -39,7 +39,7 @@ from odsgd_kvstore.launch.ranks import (
     parent_watch,
 )
 from odsgd_kvstore.launch.remote import RemoteHost
-from odsgd_kvstore.launch.signals import StopSignals
+from odsgd_kvstore.launch.signals import Stopped, StopSignals
 from odsgd_kvstore.launch.slurm import ByNodeList, srun_argv
 from odsgd_kvstore.launch.start import (
     SILENCE_S,
@@ -87,6 +87,9 @@ def run_ranks(
         The ranks are not as many as the roles, or do not meet, or a host's preflight
         failed.
     """
+    argv = list(argv)
+    if is_dry:
+        argv.remove("--dry-run")
     me = [sys.executable, "-m", "odsgd_kvstore.launch", *argv]
     rank = of_environment(launcher, os.environ)
     if rank is None:
@@ -111,9 +114,12 @@ def _control(job: Job, rank: Rank, way: Way, options: Options) -> int:
     """Rank 0's part."""
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         parent_watch(lambda: stop.ask(signal.SIGTERM))
-        guests = meet_as_controller(
-            rank, way, on_wait=lambda text: click.echo(f"Waiting: {text}", err=True)
-        )
+        try:
+            guests = meet_as_controller(
+                rank, way, on_wait=_say_waiting, check=stop.check
+            )
+        except Stopped:
+            return 128 + stop.number
         ours, theirs = Pipe()
         # The roles that an agent starts end with its thread: this one stays.
         agent = Agent(theirs, theirs, SILENCE_S)
@@ -132,6 +138,10 @@ def _control(job: Job, rank: Rank, way: Way, options: Options) -> int:
             return run_on(job, machines, seats, settings(options), options, stop)
         except Stopped:
             return 128 + stop.number
+
+
+def _say_waiting(text: str) -> None:
+    click.echo(f"Waiting: {text}", err=True)
 
 
 def _by_node(hosts: Sequence[RemoteHost]) -> list[Machine]:

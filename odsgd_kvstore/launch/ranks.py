@@ -201,6 +201,7 @@ def meet_as_controller(
     *,
     timeout: float = MEET_S,
     on_wait: Callable[[str], None] = lambda text: None,
+    check: Callable[[], None] = lambda: None,
 ) -> list[Guest]:
     """Return the ranks 1 to size - 1, in order, once all have proved themselves.
 
@@ -212,6 +213,8 @@ def meet_as_controller(
         Seconds for the whole meeting.
     on_wait : callable
         Gets a line every ten seconds that says who is missing.
+    check : callable
+        Called several times a second; what it raises ends the meeting.
 
     Returns
     -------
@@ -225,7 +228,7 @@ def meet_as_controller(
     """
     deadline = time.monotonic() + timeout
     with contextlib.closing(way.listen(deadline)) as listener:
-        return receive(listener, rank.size, way.seal, deadline, on_wait)
+        return receive(listener, rank.size, way.seal, deadline, on_wait, check)
 
 
 def meet_as_agent(rank: Rank, way: Way, *, timeout: float = MEET_S) -> Connection:

@@ -8,6 +8,10 @@ import threading
 from typing import Any
 
 
+class Stopped(Exception):
+    """A signal came before any role was started."""
+
+
 class StopSignals:
     """Context manager: INT, TERM and HUP become requests to end a job.
 
@@ -26,6 +30,11 @@ class StopSignals:
     def requested(self) -> bool:
         """Whether a signal came."""
         return self.number != 0
+
+    def check(self) -> None:
+        """Raise Stopped if a signal came."""
+        if self.requested:
+            raise Stopped
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is not threading.main_thread():

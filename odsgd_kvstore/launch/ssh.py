@@ -54,7 +54,7 @@ main({silence_s!r})
 """
 HEAR_S = 30.0
 ADVICE = {
-    "Permission denied": "no key of yours is accepted there, and ssh must not ask for "
+    "Permission denied (publickey": "no key of yours is accepted there, and ssh must not ask for "
     "a password: put your public key there (ssh-copy-id HOST), or start an ssh-agent",
     "Host key verification failed": "the host's key is not known, or has changed: "
     "connect once by hand (ssh HOST), or add it with ssh-keyscan",
@@ -192,8 +192,7 @@ class _Session:
         said = "; ".join(line for line in self._said if line)
         text = f"the connection ended (ssh exit code {self._popen.returncode})"
         text += f": {said}" if said else ""
-        known = [advice for part, advice in ADVICE.items() if part in said]
-        return f"{text}. {known[0].replace('HOST', self._host.name)}" if known else text
+        return text + _advice(said, self._host)
 
     def _close(self) -> None:
         """End ssh if it has not ended by itself."""
@@ -205,6 +204,12 @@ class _Session:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._popen.wait(2.0)
         self._popen.stdout.close()
+
+
+def _advice(said: str, host: Host) -> str:
+    """What to do about an error of ssh, if it is a known one."""
+    known = [advice for part, advice in ADVICE.items() if part in said]
+    return f". {known[0].replace('HOST', host.name)}" if known else ""
 
 
 class _Marked(Connection):
@@ -301,7 +306,6 @@ class _Copy:
         """What went wrong."""
         self._errors.seek(0)
         said = "; ".join(self._errors.read().decode(errors="replace").split("\n"))
-        return (
-            f"{self._host.label}: rsync ended with code {self.popen.returncode}: "
-            f"{said.strip('; ')}"
-        )
+        code, said = self.popen.returncode, said.strip("; ")
+        text = f"{self._host.label}: rsync ended with code {code}: {said}"
+        return text + _advice(said, self._host)

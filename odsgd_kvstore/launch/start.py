@@ -16,12 +16,10 @@ import click
 from odsgd_kvstore.config import job_key
 from odsgd_kvstore.errors import ConfigError, LaunchError
 from odsgd_kvstore.launch import JobResult, ssh
-from odsgd_kvstore.launch.addresses import Seat, seats
+from odsgd_kvstore.launch.addresses import FIRST_PORT, LAST_PORT, Seat, seats
 from odsgd_kvstore.launch.cluster import (
-    PORTS,
     Machine,
     Settings,
-    Stopped,
     close_all,
     prepare,
 )
@@ -32,7 +30,7 @@ from odsgd_kvstore.launch.logs import Logs
 from odsgd_kvstore.launch.output import print_line
 from odsgd_kvstore.launch.processes import EXIT_BROKEN_PIPE, run_roles
 from odsgd_kvstore.launch.remote import RemoteHost
-from odsgd_kvstore.launch.signals import StopSignals
+from odsgd_kvstore.launch.signals import Stopped, StopSignals
 from odsgd_kvstore.launch.variables import forwarded
 
 INTRODUCTION = (
@@ -68,7 +66,7 @@ class Options:
     log_dir: str | None = None
     is_quiet: bool = False
     interface: str | None = None
-    port_range: tuple[int, int] = PORTS
+    port_range: tuple[int, int] = (FIRST_PORT, LAST_PORT)
     ssh_options: tuple[str, ...] = ()
     sync_dst_dir: str | None = None
 
@@ -102,8 +100,7 @@ def run_over_ssh(job: Job, file: HostFile, options: Options) -> int:
             if options.sync_dst_dir is not None:
                 folders = os.getcwd(), options.sync_dst_dir
                 ssh.synchronise(hosts, options.ssh_options, *folders, stop)
-                if stop.requested:
-                    raise Stopped
+                stop.check()
             paths = _python_paths(common.env)
             agents = [
                 ssh.connect(host, options.ssh_options, paths, SILENCE_S)

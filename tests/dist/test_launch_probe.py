@@ -86,6 +86,7 @@ def script(folder, text):
 
 
 def test_report_describes_this_machine(monkeypatch):
+    monkeypatch.setattr(interpreter, "LIMIT_S", LIMIT_S)
     monkeypatch.setenv("DMLC_ROLE", "server")  # It would serve, and never answer.
     monkeypatch.setenv("DMLC_PS_ROOT_URI", "nosuch")
     monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 50000 10.0.0.2 22")
@@ -258,7 +259,7 @@ def test_modules_can_be_read_by_an_old_python(module):
     assert "from __future__" not in text
     ast.parse(text, feature_version=(3, 6))
     own = re.findall(r"^from odsgd_kvstore\.(\S+) import", text, re.MULTILINE)
-    assert set(own) <= {"launch.interpreter", "launch.ports"}
+    assert set(own) <= {"launch.interpreter", "launch.ports", "launch.shims"}
 
 
 def job(places, num_workers, num_servers):

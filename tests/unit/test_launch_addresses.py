@@ -118,6 +118,12 @@ def test_name_may_be_resolved_by_another_host():
     ]
 
 
+def test_name_means_first_what_the_host_itself_makes_of_it():
+    first = report("m1", A1, B1, resolved={"n1": "10.0.0.1", "n2": "10.0.0.2"})
+    second = report("m2", A2, B2, resolved={"n1": "192.168.9.1", "n2": "192.168.9.2"})
+    assert [ip for ip, _ in choose(first, second)] == ["10.0.0.1", "192.168.9.2"]
+
+
 def test_address_of_a_router_in_front_of_a_host_does_not_count():
     first = report("m1", A1, ssh_address="10.0.0.1", resolved={"n1": "203.0.113.5"})
     second = report("m2", A2, ssh_address="10.0.0.2")
@@ -132,6 +138,18 @@ def test_host_file_wins_over_the_network_that_ssh_used():
     assert choose(first, second, names=names) == [
         ("192.168.9.1", "host file"),
         ("192.168.9.2", "host file"),
+    ]
+
+
+def test_host_file_wins_over_a_network_that_all_have():
+    first = report("m1", "eth0 10.1.0.1/24", B1, ssh_address="192.168.9.1")
+    second = report("m2", "eth0 10.2.0.1/24", B2, ssh_address="192.168.9.2")
+    names = ("10.1.0.1", "10.2.0.1")
+    assert [ip for ip, _ in choose(first, second, names=names)] == [*names]
+    # One in the host file: the other host has no address in its network.
+    assert [ip for ip, _ in choose(first, second, names=("10.1.0.1", "n2"))] == [
+        "10.1.0.1",
+        "192.168.9.2",
     ]
 
 
@@ -277,17 +295,17 @@ def test_ranks_follow_addresses_as_strings_and_ports_as_numbers():
     seats += [Seat("server", 0), Seat("server", 1), Seat("server", 2)]
     seats += [Seat("worker", i) for i in (0, 0, 1, 2)]
     addresses = [Address(f"10.0.0.{i}", "") for i in (10, 9, 1)]
-    ports = [[9000, 10000, 999, 30000], [7, 8], [8, 7]]
+    ports = [[9000, 10000, 999, 9500], [7, 8], [8, 7]]
     # '10.0.0.9' > '10.0.0.10' > '10.0.0.1'; the first host's ports are 999 for the
-    # scheduler, 9000 for its server, and 10000 and 30000 for its workers.
+    # scheduler, 9000 for its server, and 9500 and 10000 for its workers.
     assert number(seats, addresses, ports) == [
         Place("scheduler", 0, 0, "10.0.0.10", 999, 0, 0),
         Place("server", 0, 1, "10.0.0.9", 7, 0, 0),
         Place("server", 1, 0, "10.0.0.10", 9000, 0, 0),
         Place("server", 2, 2, "10.0.0.1", 7, 0, 0),
         Place("worker", 0, 1, "10.0.0.9", 8, 0, 1),
-        Place("worker", 1, 0, "10.0.0.10", 10000, 0, 2),
-        Place("worker", 2, 0, "10.0.0.10", 30000, 1, 2),
+        Place("worker", 1, 0, "10.0.0.10", 9500, 0, 2),
+        Place("worker", 2, 0, "10.0.0.10", 10000, 1, 2),
         Place("worker", 3, 2, "10.0.0.1", 8, 0, 1),
     ]
 
