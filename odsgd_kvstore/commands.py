@@ -2,10 +2,10 @@
 
 A message travels in MXNet's controller command, which carries text only. Its
 envelope is the pickle of a call of `odsgd_kvstore.server.apply`, so that a stock
-server's `pickle.loads` would find us; our own server compares the envelope's
-constant bytes and never unpickles it. Inside is JSON with an HMAC-SHA256 over job,
-the servers' nonces, sender rank and that rank's increasing number, so that nothing
-can be replayed.
+server's `pickle.loads` finds us; our own server compares the envelope's constant
+bytes and never unpickles it, and a stock one does so with the first message only.
+Inside is JSON with an HMAC-SHA256 over job, the servers' nonces, sender rank and that
+rank's increasing number, so that nothing can be replayed.
 
 What stays open: ps-lite's data plane and its own control messages are not sealed.
 """
@@ -26,7 +26,7 @@ from mxnet import optimizer as opt
 from .errors import ConfigError, JobError
 from .optimizer_copy import uncounted_copy
 
-PROTOCOL = 1
+PROTOCOL = 2
 _HEAD = "codsgd_kvstore.server\napply\n(V"
 _TAIL = "\ntR."
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
@@ -76,7 +76,7 @@ class Sealer:
             }
         )
         sealed = json.dumps({"text": text, "seal": _mac(self._key, text)})
-        return _HEAD + base64.b64encode(sealed.encode()).decode() + _TAIL
+        return envelope(base64.b64encode(sealed.encode()).decode())
 
 
 class Opener:
@@ -135,6 +135,11 @@ class Opener:
             raise SealError(f"command {number} of rank {rank} arrived a second time")
         self._last[rank] = number
         return body
+
+
+def envelope(inside: str) -> str:
+    """The pickle of a call of `odsgd_kvstore.server.apply` with a message."""
+    return _HEAD + inside + _TAIL
 
 
 def _mac(key: bytes, text: str) -> str:

@@ -16,13 +16,9 @@ DEFAULT_WARMUP_STEPS = 200
 RULES_WITHOUT_PARAMETERS = ("auto", "mirror", "replica", "none")
 LEAST_BIGARRAY_BOUND = 32
 
-_CLUSTER = (
-    "DMLC_ROLE",
-    "DMLC_PS_ROOT_URI",
-    "DMLC_PS_ROOT_PORT",
-    "DMLC_NUM_WORKER",
-    "DMLC_NUM_SERVER",
-)
+_CLUSTER = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT")
+_CLUSTER += ("DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
+_BOUND = "MXNET_KVSTORE_BIGARRAY_BOUND"
 _NOT_YET = ("ODSGD_TIMEOUT_S", "ODSGD_STALL_S")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -106,10 +102,8 @@ class Config:
         environ = os.environ if environ is None else environ
         for variable in _NOT_YET:
             if environ.get(variable):
-                raise NotSupportedYet(
-                    f"{variable} is set to {environ[variable]!r}, and is not supported "
-                    "yet. Unset it."
-                )
+                given = f"{variable} is set to {environ[variable]!r}"
+                raise NotSupportedYet(f"{given}, and is not supported yet. Unset it.")
         values: dict[str, Any] = {}
         for name, variable, parse in _VARIABLES:
             if environ.get(variable):
@@ -118,9 +112,8 @@ class Config:
         rule = explicit.get("local_optimizer")
         if isinstance(rule, str) and rule.lower() in RULES_WITHOUT_PARAMETERS:
             values.pop("local_optimizer_params", None)  # ODSGD_LOCAL_LR: another rule's
-        taken = [
-            v for name, v, _ in _VARIABLES if name in values.keys() - explicit.keys()
-        ]
+        read = values.keys() - explicit.keys()
+        taken = [variable for name, variable, _ in _VARIABLES if name in read]
         try:
             return cls(**{**values, **explicit})
         except ConfigError as error:
@@ -145,6 +138,8 @@ class Cluster:
         The rank that the launcher gave to this worker.
     bigarray_bound : int
         MXNET_KVSTORE_BIGARRAY_BOUND, numbers: larger arrays are cut over servers.
+    require_own_server : bool
+        ODSGD_REQUIRE_OWN_SERVER: whether a server in MXNet's own loop is an error.
     """
 
     role: str
@@ -153,6 +148,7 @@ class Cluster:
     job: str = ""
     worker_id: int | None = None
     bigarray_bound: int = 1000 * 1000
+    require_own_server: bool = False
 
     @classmethod
     def from_environment(
@@ -182,13 +178,10 @@ class Cluster:
             )
         check_role(environ["DMLC_ROLE"])
         _positive("DMLC_PS_ROOT_PORT", environ["DMLC_PS_ROOT_PORT"])
-        bound = _positive(
-            "MXNET_KVSTORE_BIGARRAY_BOUND",
-            environ.get("MXNET_KVSTORE_BIGARRAY_BOUND") or "1000000",
-        )
+        bound = _positive(_BOUND, environ.get(_BOUND) or "1000000")
         if bound < LEAST_BIGARRAY_BOUND:
             raise ConfigError(
-                f"MXNET_KVSTORE_BIGARRAY_BOUND is {bound}; dist_odsgd needs at least "
+                f"{_BOUND} is {bound}; dist_odsgd needs at least "
                 f"{LEAST_BIGARRAY_BOUND}, as a server's status must not be cut."
             )
         worker_id = environ.get("DMLC_WORKER_ID") if environ.get("ODSGD_JOB") else None
@@ -199,6 +192,7 @@ class Cluster:
             job=environ.get("ODSGD_JOB", ""),
             worker_id=None if not worker_id else _whole("DMLC_WORKER_ID", worker_id),
             bigarray_bound=bound,
+            require_own_server=_switch("ODSGD_REQUIRE_OWN_SERVER", environ),
         )
 
 
@@ -319,9 +313,8 @@ def _whole(variable: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(
-            f"{variable} is {text!r}; a whole number is allowed."
-        ) from None
+        message = f"{variable} is {text!r}; a whole number is allowed."
+        raise ConfigError(message) from None
 
 
 def _positive(variable: str, text: str) -> int:
@@ -329,6 +322,13 @@ def _positive(variable: str, text: str) -> int:
     if value < 1:
         raise ConfigError(f"{variable} is {text!r}; allowed is a whole number from 1.")
     return value
+
+
+def _switch(variable: str, environ: Mapping[str, str]) -> bool:
+    text = environ.get(variable) or "0"
+    if text not in ("0", "1"):
+        raise ConfigError(f"{variable} is {text!r}; allowed are 0 and 1.")
+    return text == "1"
 
 
 def _learning_rate(variable: str, text: str) -> dict[str, float]:

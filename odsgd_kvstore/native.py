@@ -19,7 +19,7 @@ import numpy as np
 from mxnet import ndarray as nd
 from mxnet.base import _LIB, KVStoreHandle, c_str, check_call
 
-from . import process_exit, status
+from . import process_exit, resolve, status
 from .commands import PROTOCOL, Sealer
 from .config import Cluster, job_key
 from .errors import EnvironmentNotSupported, HandshakeError, JobError, ServerError
@@ -63,7 +63,7 @@ class Native(Connection):
         super().__init__()
         self._check_rank(cluster)
         self._sealer = Sealer(self._job_key(), cluster.job, self.rank)
-        self._handshake()
+        self._handshake(cluster.require_own_server)
         self._watch = StatusWatch(self._read_error, self._report)
 
     def init(self, keys: Sequence[int], values: Sequence[nd.NDArray]) -> None:
@@ -179,7 +179,7 @@ class Native(Connection):
             )
         return key
 
-    def _handshake(self) -> None:
+    def _handshake(self, require_own_server: bool) -> None:
         """Prove by value that every server runs our updater, of our version."""
         size = status.length(self.bigarray_bound)
         self._status_keys = [self.keys.on_server(s) for s in range(self.num_servers)]
@@ -202,6 +202,15 @@ class Native(Connection):
             if said.protocol != PROTOCOL:
                 raise HandshakeError(_not_ours(server, said.protocol))
         self._nonces = [said.nonce for said in read]
+        stock = [server for server, said in enumerate(read) if said.is_stock]
+        if stock and require_own_server:
+            raise HandshakeError(
+                f"ODSGD_REQUIRE_OWN_SERVER is set. {_are_stock(stock)}"
+            )
+        if stock and self.rank == 0:
+            _logger.warning(
+                "%s ODSGD_REQUIRE_OWN_SERVER=1 makes this an error.", _are_stock(stock)
+            )
 
     def _read_error(self) -> str:
         """The first error in the servers' status; waits for one round trip."""
@@ -229,13 +238,13 @@ class _NativeStore(mx.kvstore.KVStore):
 
 def _create_native(cluster: Cluster) -> _NativeStore:
     """Join the job; the ipc sockets that this makes are this user's alone."""
+    scheduler = resolve.settle_addresses(cluster.role)
     handle = KVStoreHandle()
     umask = os.umask(0o077)
     try:
         with _said_while_waiting(
             f"Waiting for the whole job to join: {cluster.num_workers} workers, "
-            f"{cluster.num_servers} servers and the scheduler "
-            f"({os.environ['DMLC_PS_ROOT_URI']} port {os.environ['DMLC_PS_ROOT_PORT']}). "
+            f"{cluster.num_servers} servers and the scheduler ({scheduler}). "
             "Is every role running, and does every worker create its store?"
         ):
             check_call(_LIB.MXKVStoreCreate(c_str("dist_sync"), ctypes.byref(handle)))
@@ -264,8 +273,8 @@ def _said_while_waiting(message: str) -> Iterator[None]:
 
 def _not_ours(server: int, protocol: int) -> str:
     found = (
-        "does not run odsgd_kvstore's updater: it is a stock MXNet server, or the "
-        "package cannot be imported there"
+        "does not run odsgd_kvstore's updater: the package cannot be imported there "
+        "(a stock MXNet server's output has the reason)"
         if protocol < 0
         else f"speaks version {protocol} of the protocol, this worker {PROTOCOL}"
     )
@@ -274,4 +283,14 @@ def _not_ours(server: int, protocol: int) -> str:
         "sums. Start servers with 'python -m odsgd_kvstore.server' and the same version "
         "of the package on every host, or start the job with odsgd-launch (without "
         "--stock-servers)."
+    )
+
+
+def _are_stock(servers: Sequence[int]) -> str:
+    return (
+        f"Server {', '.join(map(str, servers))}: MXNet's own server loop (a stock "
+        "server) runs odsgd_kvstore's updater there, as its script imports mxnet "
+        "first. Weights are the same; but on a stock server anyone who reaches its port can "
+        "run code. To get our own, put 'import odsgd_kvstore' before 'import mxnet' in "
+        "the script, or start servers with 'python -m odsgd_kvstore.server'."
     )

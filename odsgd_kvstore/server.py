@@ -1,7 +1,8 @@
 """The server and scheduler process, and the server's part of a stand-alone job.
 
 In a server's or scheduler's role `import odsgd_kvstore` (so also `python -m
-odsgd_kvstore.server`) hides the role, imports MXNet whole, then calls `serve`.
+odsgd_kvstore.server`) hides the role, imports MXNet whole, then calls `serve`. In a
+script that imports MXNet first MXNet's own loop runs, and messages call `apply`.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ import secrets
 import signal
 import sys
 import traceback
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, NoReturn
 
 from mxnet import kvstore
 from mxnet import ndarray as nd
 from mxnet.base import _LIB, check_call, py_str
 
-from . import commands, status
+from . import commands, resolve, status, stock_server
 from .config import Cluster, job_key
-from .errors import NotSupportedYet
 from .global_update import GlobalUpdate
 
 _REFUSED = (
@@ -47,13 +47,22 @@ class Server:
         The job's secret.
     on_refused : callable
         Called with a message when a command is not this job's.
+    is_stock : bool
+        Whether MXNet's own server loop runs it.
     """
 
     def __init__(
-        self, rank: int, job: str, key: bytes, on_refused: Callable[[str], None]
+        self,
+        rank: int,
+        job: str,
+        key: bytes,
+        on_refused: Callable[[str], None],
+        *,
+        is_stock: bool = False,
     ) -> None:
         self._rank = rank
         self._on_refused = on_refused
+        self._is_stock = is_stock
         self.nonce = secrets.token_hex(16)
         self._opener = commands.Opener(key, job, self.nonce)
         self._stores: dict[int, GlobalUpdate] = {}
@@ -129,7 +138,7 @@ class Server:
     def _publish(self) -> None:
         """Write the status; a pull does not wait, so the writing must be done."""
         if self._status is not None:
-            said = status.Status(nonce=self.nonce, error=self.error)
+            said = status.Status(self.nonce, self.error, is_stock=self._is_stock)
             self._status[:] = nd.array(status.encode(said, self._status.size))
             self._status.wait_to_read()
 
@@ -146,12 +155,34 @@ def _assign(key: int, stored: nd.NDArray, value: nd.NDArray) -> None:
     value.copyto(stored)
 
 
-def apply(text: str) -> None:
-    """What the envelope calls when a stock server unpickles it."""
-    raise NotSupportedYet(
-        "odsgd_kvstore on a stock MXNet server is not supported yet. Start servers "
-        "with 'python -m odsgd_kvstore.server', or import odsgd_kvstore before mxnet."
-    )
+def apply(text: str) -> stock_server.Delegate:
+    """Run our updater on a stock server, whose `pickle.loads` of a message calls this.
+
+    Parameters
+    ----------
+    text : str
+        What is inside the envelope; all later messages come as envelopes.
+
+    Returns
+    -------
+    Delegate
+        The optimizer for MXNet to install, at this message and at every later one.
+
+    Notes
+    -----
+    Ends the process when the message is not this job's: MXNet would ignore an
+    exception, and train on.
+    """
+    try:
+        key, rank = job_key(), stock_server.rank()
+        cluster = Cluster.from_environment()
+        server = Server(rank, cluster.job, key, _end_process, is_stock=True)
+        stock_server.lend_names()
+        delegate = stock_server.take_over(server.command, server.update)
+    except Exception:
+        _end_process(traceback.format_exc())
+    server.command(commands.envelope(text))
+    return delegate
 
 
 def serve() -> None:
@@ -159,6 +190,7 @@ def serve() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     cluster = Cluster.from_environment()
     key = job_key()
+    resolve.settle_addresses(cluster.role)
     umask = os.umask(0o077)
     store = kvstore.create("dist")
     servers = []
@@ -180,7 +212,7 @@ def serve() -> None:
     check_call(_LIB.MXKVStoreRunServer(store.handle, controller, None))
 
 
-def _end_process(message: str) -> None:
+def _end_process(message: str) -> NoReturn:
     """End this server, and with it the job: no exception leaves a C callback."""
     print(message, file=sys.stderr, flush=True)
     os._exit(1)

@@ -13,7 +13,7 @@ import numpy as np
 from .commands import PROTOCOL
 
 _MAGIC = 0x0D56D1
-_HEADER = 4  # magic, protocol, bytes of nonce, bytes of error text
+_HEADER = 5  # magic, protocol, bytes of nonce, bytes of error text, kind
 _NONCE_BYTES = 16
 _MOST_NUMBERS = 1400  # 4 KB of text
 
@@ -30,11 +30,14 @@ class Status:
         A failure with its traceback, the exception first; '' when all is well.
     protocol : int
         Version of messages and status; -1 when the status is not ours.
+    is_stock : bool
+        Whether our updater runs in MXNet's own server, and not in ours.
     """
 
     nonce: str = ""
     error: str = ""
     protocol: int = PROTOCOL
+    is_stock: bool = False
 
 
 def length(bigarray_bound: int) -> int:
@@ -50,7 +53,8 @@ def encode(status: Status, size: int) -> np.ndarray:
     data += b"\0" * (-len(data) % 3)
     triples = np.frombuffer(data, np.uint8).reshape(-1, 3) @ (65536, 256, 1)
     array = np.zeros(size, np.float32)
-    array[:_HEADER] = (_MAGIC, status.protocol, _NONCE_BYTES, len(text))
+    header = _MAGIC, status.protocol, _NONCE_BYTES, len(text), status.is_stock
+    array[:_HEADER] = header
     array[_HEADER : _HEADER + len(triples)] = triples
     return array
 
@@ -68,4 +72,5 @@ def decode(array: np.ndarray) -> Status:
         nonce=raw[:_NONCE_BYTES].hex(),
         error=text.decode(errors="replace"),
         protocol=int(numbers[1]),
+        is_stock=bool(numbers[4]),
     )

@@ -123,7 +123,7 @@ class Agent:
         """Tell of the end of a role, and of the end of its process group."""
         child.exit_code = child.wait()
         self._send(op="exit", role=name, code=child.exit_code)
-        while child.lives() and not self._ended.wait(0.05):
+        while child.lives() and not self._ended.wait(0.1):
             pass
         self._send(op="gone", role=name)
 

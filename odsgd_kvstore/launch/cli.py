@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from odsgd_kvstore.errors import LaunchError
-from odsgd_kvstore.launch import kubernetes, ranked, show, start
+from odsgd_kvstore.launch import ranked, show, start
 from odsgd_kvstore.launch.addresses import parse_port_range
 from odsgd_kvstore.launch.commands import Job
 from odsgd_kvstore.launch.hosts import read_hosts

@@ -292,10 +292,9 @@ def _place(kind: str, job: Job, name: str) -> Mapping[str, dict[str, Any]]:
         "DMLC_PS_ROOT_PORT": str(PORT),
         "DMLC_NUM_WORKER": str(job.num_workers),
         "DMLC_NUM_SERVER": str(job.num_servers),
+        "DMLC_USE_KUBERNETES": "1",
     }
-    if kind == "scheduler":
-        values["DMLC_USE_KUBERNETES"] = "1"
-    else:
+    if kind != "scheduler":
         values["PORT"] = str(PORT)
     if kind == "worker":
         values.update(ODSGD_LOCAL_RANK="0", ODSGD_LOCAL_SIZE="1")

@@ -6,7 +6,9 @@ import base64
 import contextlib
 import itertools
 import json
+import os
 import queue
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -38,7 +40,7 @@ class RemoteHost:
     why_lost : callable
         Says why the connection ended, as far as that is known; may wait a little.
     on_close : callable
-        Called once when the connection has ended.
+        Ends what carries the connection, when that has ended or is to end.
     """
 
     def __init__(
@@ -160,8 +162,9 @@ class RemoteHost:
         """End the connection; waits for the agent's own end, but not for long."""
         self.finish()
         self._thread.join(timeout_s)
-        self._ended.set()
-        self._on_close()
+        if self._thread.is_alive():
+            self._ended.set()
+            self._cut()
 
     def _receive(self) -> None:
         """Take messages until the agent ends or is lost."""
@@ -182,6 +185,14 @@ class RemoteHost:
             answers.put(None)
         for process in list(self._processes.values()):
             process.lose()
+        self._cut()
+
+    def _cut(self) -> None:
+        """End the connection for good, and with it a `send` that waits for ever."""
+        self._on_close()
+        with contextlib.suppress(OSError, ValueError):  # A pipe, or closed already.
+            with socket.socket(fileno=os.dup(self._writer.fileno())) as sock:
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _take(self, message: dict[str, Any]) -> None:
         op = message["op"]

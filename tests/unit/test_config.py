@@ -245,6 +245,18 @@ def test_malformed_worker_number_is_named():
     refused(parts, Cluster.from_environment, environ)
 
 
+@pytest.mark.parametrize("text, value", [("", False), ("0", False), ("1", True)])
+def test_own_servers_are_required_by_a_switch(text, value):
+    cluster = Cluster.from_environment({**JOB, "ODSGD_REQUIRE_OWN_SERVER": text})
+    assert cluster.require_own_server is value
+
+
+def test_switch_that_is_neither_on_nor_off_is_refused():
+    environ = {**JOB, "ODSGD_REQUIRE_OWN_SERVER": "yes"}
+    parts = ["ODSGD_REQUIRE_OWN_SERVER is 'yes'", "0 and 1"]
+    refused(parts, Cluster.from_environment, environ)
+
+
 def test_bound_that_would_cut_a_status_is_refused():
     environ = {**JOB, "MXNET_KVSTORE_BIGARRAY_BOUND": "31"}
     refused(["BIGARRAY_BOUND is 31", "at least 32"], Cluster.from_environment, environ)

@@ -169,6 +169,25 @@ def test_role_is_taken_only_before_mxnet(monkeypatch, role, has_mxnet, takes):
     assert environment.takes_server_role() is takes
 
 
+@pytest.mark.parametrize(
+    "role, mxnet, serves",
+    [
+        ("server", types.SimpleNamespace(), True),  # half imported
+        ("server", types.SimpleNamespace(kv=1), False),
+        ("server", None, False),
+        ("worker", types.SimpleNamespace(), False),
+    ],
+)
+def test_stock_server_is_known_by_its_half_imported_mxnet(
+    monkeypatch, role, mxnet, serves
+):
+    os.environ["DMLC_ROLE"] = role
+    monkeypatch.setitem(sys.modules, "mxnet", mxnet)
+    if mxnet is None:
+        monkeypatch.delitem(sys.modules, "mxnet")
+    assert environment.is_inside_stock_server() is serves
+
+
 def test_role_is_there_again_after_mxnet_was_imported():
     os.environ["DMLC_ROLE"] = "server"
     environment.import_mxnet_without_role()

@@ -118,14 +118,14 @@ def test_roles_are_told_their_places():
         "DMLC_PS_ROOT_PORT": "9091",
         "DMLC_NUM_WORKER": "4",
         "DMLC_NUM_SERVER": "2",
+        "DMLC_USE_KUBERNETES": "1",
     }
     address = {"fieldRef": {"fieldPath": "status.podIP"}}
     pod = {"PORT": "9091", "DMLC_NODE_HOST": address}
-    any_address = {"DMLC_USE_KUBERNETES": "1"}
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
     local = {"ODSGD_LOCAL_RANK": "0", "ODSGD_LOCAL_SIZE": "1"}
     assert {kind: environment(one) for kind, one in found.items()} == {
-        "scheduler": {**everyone, **no_gpu, **any_address, "DMLC_ROLE": "scheduler"},
+        "scheduler": {**everyone, **no_gpu, "DMLC_ROLE": "scheduler"},
         "server": {**everyone, **no_gpu, **pod, "DMLC_ROLE": "server"},
         "worker": {**everyone, **pod, **local, "DMLC_ROLE": "worker"},
     }

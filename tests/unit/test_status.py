@@ -37,7 +37,7 @@ def test_every_byte_survives():
 
 @pytest.mark.parametrize("size", SIZES)
 def test_long_text_loses_its_end_only(size):
-    room = 3 * (size - 4) - 16
+    room = 3 * (size - 5) - 16
     text = "".join(chr(33 + i % 90) for i in range(room + 50))
     read = status.decode(status.encode(Status(NONCE, text), size))
     assert read.error == text[:room]
@@ -45,14 +45,14 @@ def test_long_text_loses_its_end_only(size):
 
 
 def test_text_that_fits_exactly_is_whole():
-    room = 3 * (31 - 4) - 16
+    room = 3 * (31 - 5) - 16
     said = Status(NONCE, "e" * room)
     assert status.decode(status.encode(said, 31)) == said
 
 
 @pytest.mark.parametrize("cut", range(4))
 def test_text_cut_within_a_character_is_still_text(cut):
-    room = 3 * (64 - 4) - 16
+    room = 3 * (64 - 5) - 16
     text = "a" * cut + "\U0001f40d" * room
     read = status.decode(status.encode(Status(NONCE, text), 64)).error
     whole = (room - cut) // 4
@@ -77,6 +77,12 @@ def test_gradient_sums_are_not_ours():
 def test_another_protocol_is_read_as_it_is():
     said = Status(NONCE, "", PROTOCOL + 1)
     assert status.decode(status.encode(said, 31)).protocol == PROTOCOL + 1
+
+
+@pytest.mark.parametrize("is_stock", [False, True])
+def test_kind_of_server_comes_back_equal(is_stock):
+    said = Status(NONCE, "KeyError: 7", is_stock=is_stock)
+    assert status.decode(status.encode(said, 31)) == said
 
 
 def test_no_error_is_the_empty_text():
