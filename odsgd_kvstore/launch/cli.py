@@ -157,6 +157,8 @@ def _kubernetes(job: Job, run: start.Options, options: Mapping[str, Any]) -> int
             "--launcher kubernetes prints a manifest and starts nothing: add --dry-run, "
             "and pass the output to 'kubectl apply -f -'"
         )
+    from odsgd_kvstore.launch import kubernetes  # The one that needs PyYAML.
+
     given = {
         name: options[name] for name in ("image", "name") if options[name] is not None
     }
