@@ -56,7 +56,7 @@ class Failure:
 
     @classmethod
     def of_loss(
-        cls, role: str, pid: int, loss: str, lines: Sequence[str], host: str
+        cls, role: str, pid: int | None, loss: str, lines: Sequence[str], host: str
     ) -> Failure:
         """Describe a role whose host is lost; the code is that of ssh."""
         return cls(role, pid, EXIT_LOST, f"was lost: {loss}", tuple(lines), host)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import sys
 import threading
 import time
 import traceback
@@ -98,7 +97,8 @@ class Agent:
         for variable in request["unset"]:
             env.pop(variable, None)
         env.update(request["env"])
-        env["PATH"] = _with_interpreter(env.get("PATH", os.defpath))
+        if "PATH" not in request["env"]:
+            env["PATH"] = probe.with_interpreter(env.get("PATH", os.defpath))
         child = Child(request["argv"], env, cwd=request["cwd"])
         self._children[name] = child
         self._guard.add(child.pid)
@@ -161,12 +161,6 @@ def _pause(seconds: float, needed: Callable[[], bool]) -> None:
     deadline = time.monotonic() + seconds
     while needed() and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def _with_interpreter(path: str) -> str:
-    """PATH with this interpreter's folder in front, so that `python` is the same."""
-    folder = os.path.dirname(sys.executable)
-    return path if path.split(os.pathsep)[0] == folder else folder + os.pathsep + path
 
 
 def main(silence_s: float) -> None:

@@ -85,7 +85,8 @@ class Child:
     def poke(self, number: int) -> None:
         """Signal the process alone, unless its end is known: then it may be reaped."""
         if self.exit_code is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def read(self, stop: int, on_data: Callable[[bytes], None]) -> None:
         """Pass on the output until its pipe is closed or the file `stop` is."""

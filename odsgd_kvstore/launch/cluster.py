@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from odsgd_kvstore.errors import LaunchError
@@ -23,10 +24,11 @@ from odsgd_kvstore.launch.addresses import (
     number,
 )
 from odsgd_kvstore.launch.commands import Job, Role, plan_cluster
-from odsgd_kvstore.launch.remote import RemoteHost
+from odsgd_kvstore.launch.remote import RemoteAgent
 from odsgd_kvstore.launch.signals import StopSignals
 
 HEAR_S, REPORT_S, REACH_S = 40.0, 90.0, 5.0
+LAST_CALL_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,13 @@ class Machine:
         Its name in messages.
     name : str
         What the user calls it: a name or an address.
-    agents : tuple of RemoteHost
+    agents : tuple of RemoteAgent
         Of several, each starts one role.
     """
 
     label: str
     name: str
-    agents: tuple[RemoteHost, ...]
+    agents: tuple[RemoteAgent, ...]
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,10 @@ class Settings:
         First and last TCP port.
     """
 
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(repr=False)
     python: str
     cwd: str
-    key: str
+    key: str = field(repr=False)
     interface: str | None = None
     port_range: tuple[int, int] = (FIRST_PORT, LAST_PORT)
 
@@ -107,9 +109,12 @@ def prepare(
     Stopped
         A signal came.
     """
-    reports, sent = _ask_for_reports(job, machines, seats, settings, stop)
     labels = [machine.label for machine in machines]
-    lines, error = preflight.judge(reports, labels, sent, job.stock_servers)
+    found = _ask_for_reports(job, machines, seats, settings, stop)
+    # Hosts that had not answered when another one failed are not judged.
+    heard = [(label, *pair) for label, pair in zip(labels, found) if pair is not None]
+    names, reports, sent = zip(*heard)
+    lines, error = preflight.judge(reports, names, sent, job.stock_servers)
     for line in lines:
         say(line)
     if error:
@@ -133,15 +138,33 @@ def _ask_for_reports(
     seats: Sequence[Seat],
     settings: Settings,
     stop: StopSignals | None,
-) -> tuple[list[dict[str, Any]], list[tuple[float, float]]]:
-    """What each host says of itself, and when it was asked and had answered."""
+) -> list[tuple[dict[str, Any], tuple[float, float]] | None]:
+    """What each host says of itself, and when it was asked and had answered.
+
+    {'error': why} in place of a report; None if another host failed before it came.
+    """
     env = {**settings.env, **job.env}
 
     def ask(index: int) -> tuple[dict[str, Any], tuple[float, float]]:
         machine = machines[index]
-        for agent in machine.agents:
-            agent.greet(HEAR_S)
-        request = {
+        before = time.time()
+        try:
+            cpus = {cpu for agent in machine.agents for cpu in _cpus(agent, stop)}
+            before = time.time()
+            report = machine.agents[0].ask(
+                "report", REPORT_S, stop=stop, **request(index)
+            )
+        except LaunchError as error:
+            text = str(error)
+            prefix = f"{machine.label}: "
+            text = text[len(prefix) :] if text.startswith(prefix) else text
+            return {"error": text}, (before, time.time())
+        # mpirun and Slurm may give each of a host's ranks cores of its own.
+        return {**report, "cores": len(cpus)}, (before, time.time())
+
+    def request(index: int) -> dict[str, Any]:
+        machine = machines[index]
+        return {
             "python": settings.python,
             "env": env,
             "cwd": settings.cwd,
@@ -152,12 +175,17 @@ def _ask_for_reports(
             "peers": [m.name for m in machines if m is not machine],
             "resolve": machine.name,
         }
-        before = time.time()
-        report = machine.agents[0].ask("report", REPORT_S, **request)
-        return report, (before, time.time())
 
-    answers = in_parallel(ask, range(len(machines)), stop)
-    return [report for report, _ in answers], [times for _, times in answers]
+    def is_bad(answer: tuple[dict[str, Any], tuple[float, float]]) -> bool:
+        return "error" in answer[0]
+
+    return in_parallel(ask, range(len(machines)), stop, is_bad)
+
+
+def _cpus(agent: RemoteAgent, stop: StopSignals | None) -> list[int]:
+    """The processors that an agent's roles may use, once it runs."""
+    agent.greet(HEAR_S, stop)
+    return agent.ask("place", HEAR_S, stop=stop)["cpus"]
 
 
 def _check_network(
@@ -205,8 +233,11 @@ def in_parallel(
     function: Callable[[Any], Any],
     items: Sequence[Any],
     stop: StopSignals | None = None,
+    is_bad: Callable[[Any], bool] = lambda result: False,
 ) -> list[Any]:
     """Call `function` with each item, all at the same time; the results in order.
+
+    After a result that `is_bad`, the others have `LAST_CALL_S`; then they are None.
 
     Raises
     ------
@@ -226,7 +257,8 @@ def in_parallel(
     for index, item in enumerate(items):
         threading.Thread(target=call, args=(index, item), daemon=True).start()
     results: dict[int, Any] = {}
-    while len(results) < len(items):
+    deadline = math.inf
+    while len(results) < len(items) and time.monotonic() < deadline:
         if stop is not None:
             stop.check()
         with contextlib.suppress(queue.Empty):
@@ -234,12 +266,13 @@ def in_parallel(
             if error is not None:
                 raise error
             results[index] = result
-    return [results[index] for index in range(len(items))]
+            if is_bad(result):
+                deadline = min(deadline, time.monotonic() + LAST_CALL_S)
+    return [results.get(index) for index in range(len(items))]
 
 
-def close_all(machines: Sequence[Machine]) -> None:
+def close_all(agents: Sequence[RemoteAgent]) -> None:
     """End all agents, with what they started; returns when they have ended."""
-    agents = [agent for machine in machines for agent in machine.agents]
     for agent in agents:
         agent.finish()
     with contextlib.suppress(LaunchError):

@@ -21,6 +21,8 @@ from typing import Any
 from odsgd_kvstore.errors import LaunchError
 
 NONCE = MAC = 32
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+_KEEPALIVE["TCP_USER_TIMEOUT"] = 30_000  # Milliseconds.
 MOST_CREDENTIAL, MOST_FRAME = 8192, 65536
 NOT_OURS = (OSError, EOFError, ValueError, LookupError, TypeError, LaunchError)
 
@@ -64,7 +66,11 @@ def _open(sock: socket.socket) -> Connection:
     """A connection with a file descriptor of its own, so that `sock` may be closed."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A host that disappears is noticed in half a minute, in the middle of a message too.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):  # Linux has all of them.
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return Connection(os.dup(sock.fileno()))
 
 

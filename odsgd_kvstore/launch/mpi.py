@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from odsgd_kvstore.errors import LaunchError
 from odsgd_kvstore.launch import mpi_broadcast
@@ -23,7 +23,7 @@ from odsgd_kvstore.launch.meeting import listen
 from odsgd_kvstore.launch.ranks import DEFAULT_PORTS, Rank, Way, ancestors
 from odsgd_kvstore.launch.shims import shim_argv
 
-MOST_PORTS, MOST_ADDRESSES, VERSION_S = 100, 64, 30.0
+MOST_PORTS, MOST_ADDRESSES, VERSION_S, CHECK_S = 100, 64, 30.0, 0.2
 _SONAMES = {
     "Open MPI": ("libmpi.so.40", "libmpi.so.20", "libmpi.so.12", "libmpi.so"),
     "MPICH": ("libmpi.so.12", "libmpich.so.12", "libmpi.so"),
@@ -58,7 +58,9 @@ class ByBroadcast(Way):
         self._rank, self._environ, self._ports = rank, environ, ports
         self._token = b""
 
-    def listen(self, deadline: float) -> socket.socket:
+    def listen(
+        self, deadline: float, check: Callable[[], None] = lambda: None
+    ) -> socket.socket:
         """Listen at a random free port of the range, and broadcast it."""
         ports = range(self._ports[0], self._ports[1] + 1)
         listener = listen(random.sample(ports, min(len(ports), MOST_PORTS)))
@@ -66,7 +68,7 @@ class ByBroadcast(Way):
         port, token = listener.getsockname()[1], self._token.hex()
         said = {"addresses": own_addresses(), "port": port, "token": token}
         try:
-            self._broadcast(json.dumps(said), deadline)
+            self._broadcast(json.dumps(said), deadline, check)
         except BaseException:
             listener.close()
             raise
@@ -86,7 +88,9 @@ class ByBroadcast(Way):
         """The token; MPI has given it to us."""
         return self._token
 
-    def _broadcast(self, text: str, deadline: float) -> str:
+    def _broadcast(
+        self, text: str, deadline: float, check: Callable[[], None] = lambda: None
+    ) -> str:
         """Rank 0's text, by way of a process that calls MPI."""
         rank = self._rank
         kind = "1" if rank.system == "Open MPI" else "0"
@@ -94,26 +98,28 @@ class ByBroadcast(Way):
         script = [sys.executable, "-I", "-S", mpi_broadcast.__file__]
         argv = shim_argv(os.getpid(), [*script, kind, str(rank.size), *libraries])
         limit_s = max(1.0, deadline - time.monotonic())
-        try:
-            done = subprocess.run(
-                argv,
-                input=text.encode(),
-                capture_output=True,
-                timeout=limit_s,
-                env=dict(self._environ),
-                pass_fds=list(_mpi_files(self._environ)),
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise LaunchError(
-                self._advise(f"did not answer in {limit_s:.0f} s")
-            ) from None
+        with subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(self._environ),
+            pass_fds=list(_mpi_files(self._environ)),
+        ) as process:
+            try:
+                output, errors = _communicate(process, text.encode(), deadline, check)
+            except subprocess.TimeoutExpired:
+                raise LaunchError(
+                    self._advise(f"did not answer in {limit_s:.0f} s")
+                ) from None
+            finally:
+                process.kill()
         mark = "\n" + mpi_broadcast.MARK
-        answer = done.stdout.decode(errors="replace").rpartition(mark)[2]
-        if done.returncode != 0 or not answer.strip():
-            lines = done.stderr.decode(errors="replace").splitlines()[-8:]
+        answer = output.decode(errors="replace").rpartition(mark)[2]
+        if process.returncode != 0 or not answer.strip():
+            lines = errors.decode(errors="replace").splitlines()[-8:]
             why = "; ".join(line.strip() for line in lines if line.strip())
-            raise LaunchError(self._advise(f"failed: {why or done.returncode}"))
+            raise LaunchError(self._advise(f"failed: {why or process.returncode}"))
         return answer.strip()
 
     def _advise(self, what: str) -> str:
@@ -124,6 +130,21 @@ class ByBroadcast(Way):
             "full path on every host (and load its module, if the cluster has such), "
             "or give --launcher ssh with a host file"
         )
+
+
+def _communicate(
+    process: subprocess.Popen, text: bytes, deadline: float, check: Callable[[], None]
+) -> tuple[bytes, bytes]:
+    """Output and errors of a process that reads `text`; looks at `check` meanwhile."""
+    given: bytes | None = text
+    while True:
+        check()
+        try:
+            return process.communicate(given, timeout=CHECK_S)
+        except subprocess.TimeoutExpired:
+            given = None  # It has it already.
+            if time.monotonic() > deadline:
+                raise
 
 
 def _mpi_files(environ: Mapping[str, str]) -> Iterator[int]:

@@ -14,6 +14,7 @@ import re
 import shutil
 import socket
 import struct
+import sys
 import threading
 import time
 
@@ -60,7 +61,7 @@ def report(request: dict) -> dict:
             "host": socket.gethostname(),
             "user": _user(),
             "machine": _machine(),
-            "cores": _cores(),
+            "cores": len(place({})["cpus"]),
             "interfaces": up,
             "down": down,
             "ssh_address": _ssh_address(os.environ.get("SSH_CONNECTION", "")),
@@ -92,11 +93,23 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _cores() -> int:
-    """Cores that this process may use."""
+def place(_request: dict) -> dict:
+    """Say which machine this is, and which processors its roles may use.
+
+    Returns
+    -------
+    dict
+        'machine' (equal for all that share a network), 'cpus' (numbers).
+    """
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return {"machine": _machine(), "cpus": sorted(os.sched_getaffinity(0))}
+    return {"machine": _machine(), "cpus": list(range(os.cpu_count() or 1))}
+
+
+def with_interpreter(path: str) -> str:
+    """PATH with this interpreter's folder in front, so that `python` is the same."""
+    folder = os.path.dirname(sys.executable)
+    return path if path.split(os.pathsep)[0] == folder else folder + os.pathsep + path
 
 
 def _ssh_address(connection: str) -> str:
@@ -216,7 +229,8 @@ def _program_error(request: dict, env: dict) -> str:
     if not program:
         return ""
     if os.sep not in program:
-        path = env.get("PATH", os.defpath)
+        path = request["env"].get("PATH")
+        path = path or with_interpreter(env.get("PATH", os.defpath))
         if shutil.which(program, path=path):
             return ""
         return f"the program {program!r} is not found in PATH, {path}"
@@ -228,4 +242,10 @@ def _program_error(request: dict, env: dict) -> str:
     return ""
 
 
-OPERATIONS = {"report": report, "listen": listen, "reach": reach, "close": close}
+OPERATIONS = {
+    "place": place,
+    "report": report,
+    "listen": listen,
+    "reach": reach,
+    "close": close,
+}

@@ -18,7 +18,8 @@ from odsgd_kvstore.launch.children import Child, Guard
 from odsgd_kvstore.launch.commands import Role
 from odsgd_kvstore.launch.network import Network
 from odsgd_kvstore.launch.output import LineSplitter, print_line
-from odsgd_kvstore.launch.remote import RemoteHost, RemoteProcess
+from odsgd_kvstore.launch.remote import HostLost, RemoteAgent, RemoteProcess
+from odsgd_kvstore.launch.signals import Stopped, StopSignals
 
 LAST_LINES, LAST_LINE_CHARS = 30, 2000
 DRAIN_S = 0.5
@@ -54,7 +55,7 @@ class _Job:
         on_line: Callable,
         grace_s: float,
         sockets: Sequence[str],
-        hosts: Mapping[str, Sequence[RemoteHost]],
+        hosts: Mapping[str, Sequence[RemoteAgent]],
     ) -> None:
         self.events, self.on_line = events, on_line
         self.hosts = {label: list(agents) for label, agents in hosts.items()}
@@ -64,18 +65,25 @@ class _Job:
         # How the job ends, once that is clear: exit code, message, first failure.
         self.ending: tuple[int, str, Failure | None] | None = None
         self.output_error: BaseException | None = None
-        self._early: _LocalProcess | RemoteProcess | None = (
-            None  # The first server to leave its peers.
-        )
+        # The first server to leave its peers.
+        self._early: _LocalProcess | RemoteProcess | None = None
         self._early_deadline = FOREVER
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
+        # Lines from before the table of roles; None once that is out.
+        self._held: list[tuple[Any, str]] | None = []
         self._stop_read, self._stop_write = os.pipe()
         self._guard = Guard(sockets)
 
-    def start(self, role: Role) -> None:
+    def start(self, role: Role, stop: StopSignals | None) -> None:
         """Start a role; one that can't be started is a failure."""
         try:
-            process = self._start(role)
+            process = self._start(role, stop)
+        except Stopped:
+            return  # Its signal is among the events.
+        except HostLost as error:
+            failure = Failure.of_loss(role.name, None, error.loss, (), role.host)
+            self.ending = failure.exit_code, str(failure), failure
+            return
         except (OSError, ValueError, LaunchError) as error:
             failure = Failure.of_start(role.name, role.argv, error)
             self.ending = failure.exit_code, str(failure), failure
@@ -84,7 +92,9 @@ class _Job:
         self.processes.append(process)
         process.reader = _in_thread(self._read, process)
 
-    def _start(self, role: Role) -> _LocalProcess | RemoteProcess:
+    def _start(
+        self, role: Role, stop: StopSignals | None
+    ) -> _LocalProcess | RemoteProcess:
         """Start a role here, or at one of its host's agents: each in its turn."""
         if not role.host:
             process = _LocalProcess(role, self.network, self.events)
@@ -92,7 +102,7 @@ class _Job:
             return process
         agents = self.hosts[role.host]
         agents.append(agents.pop(0))
-        return agents[-1].start(role, self.events)
+        return agents[-1].start(role, self.events, stop)
 
     def _read(self, process: _LocalProcess | RemoteProcess) -> None:
         """Pass on the lines of a role until its output ends or we stop."""
@@ -108,14 +118,30 @@ class _Job:
     ) -> None:
         """Give whole lines to `on_line`, from one reader at a time."""
         for line in lines:
-            with self.lock:
+            with self._lock:
                 process.last_lines.append(line[:LAST_LINE_CHARS])
-                if self.output_error is None:
-                    try:
-                        self.on_line(process.role, line)
-                    except BaseException as error:  # Raised again by `run_roles`.
-                        self.output_error = error
-                        self.events.put(("output", error))
+                if self._held is not None:
+                    self._held.append((process, line))
+                else:
+                    self._write(process, line)
+
+    def _write(self, process: _LocalProcess | RemoteProcess, line: str) -> None:
+        """Give a line to `on_line`, unless the output has failed."""
+        if self.output_error is None:
+            try:
+                self.on_line(process.role, line)
+            except BaseException as error:  # Raised again by `run_roles`.
+                self.output_error = error
+                self.events.put(("output", error))
+
+    def release(self, on_started: Callable | None) -> None:
+        """Show the table of roles, then the lines that came before it."""
+        with self._lock:
+            if on_started is not None and self.ending is None:
+                on_started({p.role.name: p.pid for p in self.processes})
+            held, self._held = self._held, None
+            for process, line in held:
+                self._write(process, line)
 
     def watch(self, deadline: float) -> None:
         """Wait until it is clear how the job ends, or until the deadline."""
@@ -241,8 +267,8 @@ def run_roles(
     on_started: Callable[[Mapping[str, int]], None] | None = None,
     dump_signal: int | None = None,
     dump_kinds: Sequence[str] = ("worker",),
-    stop: Any = None,
-    hosts: Mapping[str, Sequence[RemoteHost]] | None = None,
+    stop: StopSignals | None = None,
+    hosts: Mapping[str, Sequence[RemoteAgent]] | None = None,
 ) -> JobResult:
     """Start the roles, wait, end all of them, and say how the job ended.
 
@@ -263,11 +289,16 @@ def run_roles(
         Takes the pids by role name, before the first line.
     dump_signal : int, optional
         Sent at the timeout to the live roles of `dump_kinds`, a second before TERM.
-    stop : odsgd_kvstore.launch.cli.StopSignals, optional
+    stop : StopSignals, optional
         Asks for the end; its own object for each call.
-    hosts : mapping of str to sequence of RemoteHost, optional
+    hosts : mapping of str to sequence of RemoteAgent, optional
         The agents by `Role.host`; of several, each starts a role in turn. They end
         with the job.
+
+    Returns
+    -------
+    JobResult
+        Of the first role to fail, if one did.
 
     Raises
     ------
@@ -279,13 +310,12 @@ def run_roles(
     events = queue.SimpleQueue() if stop is None else stop.events
     job = _Job(events, on_line, grace_s, sockets, hosts or {})
     try:
-        with job.lock:  # No line before the table of roles.
-            job.network = Network([role.link for role in roles if role.link])
-            for role in roles:
-                if job.ending is None and not (stop and stop.requested):
-                    job.start(role)
-            if on_started is not None and job.ending is None:
-                on_started({p.role.name: p.pid for p in job.processes})
+        job.network = Network([role.link for role in roles if role.link])
+        for role in roles:
+            is_late = time.monotonic() > deadline or (stop and stop.requested)
+            if job.ending is None and not is_late:
+                job.start(role, stop)
+        job.release(on_started)
         job.watch(deadline)
         timed_out = job.ending is None
         if timed_out:

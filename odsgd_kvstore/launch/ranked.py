@@ -12,15 +12,17 @@ import shlex
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import click
 
 from odsgd_kvstore.errors import ConfigError, LaunchError
 from odsgd_kvstore.launch.addresses import Seat
 from odsgd_kvstore.launch.agent import Agent
-from odsgd_kvstore.launch.cluster import Machine, close_all
+from odsgd_kvstore.launch.cluster import HEAR_S, Machine, close_all, in_parallel
 from odsgd_kvstore.launch.commands import Job, with_package
 from odsgd_kvstore.launch.local import usable_cores
 from odsgd_kvstore.launch.mpi import (
@@ -38,7 +40,7 @@ from odsgd_kvstore.launch.ranks import (
     of_environment,
     parent_watch,
 )
-from odsgd_kvstore.launch.remote import RemoteHost
+from odsgd_kvstore.launch.remote import RemoteAgent
 from odsgd_kvstore.launch.signals import Stopped, StopSignals
 from odsgd_kvstore.launch.slurm import ByNodeList, srun_argv
 from odsgd_kvstore.launch.start import (
@@ -50,7 +52,7 @@ from odsgd_kvstore.launch.start import (
 )
 from odsgd_kvstore.launch.variables import KEY_VARIABLES, forwarded
 
-PATIENCE_S = 10.0
+PATIENCE_S = 10
 _WAYS = {"mpi": ByBroadcast, "slurm": ByNodeList}
 
 
@@ -93,8 +95,8 @@ def run_ranks(
     me = [sys.executable, "-m", "odsgd_kvstore.launch", *argv]
     rank = of_environment(launcher, os.environ)
     if rank is None:
-        return _call(job, launcher, me, hostfile, is_dry)
-    if hostfile is not None and rank.rank == 0 and not is_dry:
+        return _call(job, launcher, _without_hostfile(me), hostfile, is_dry)
+    if hostfile is not None and rank.rank == 0:
         options.say(f"-H {hostfile} is not used: mpirun has started the ranks already")
     check_size(rank, job.num_workers, job.num_servers, me)
     if is_dry:
@@ -118,38 +120,65 @@ def _control(job: Job, rank: Rank, way: Way, options: Options) -> int:
             guests = meet_as_controller(
                 rank, way, on_wait=_say_waiting, check=stop.check
             )
-        except Stopped:
-            return 128 + stop.number
-        ours, theirs = Pipe()
-        # The roles that an agent starts end with its thread: this one stays.
-        agent = Agent(theirs, theirs, SILENCE_S)
-        threading.Thread(target=agent.serve, daemon=True).start()
-        hosts = [RemoteHost(rank.node, ours, ours, SILENCE_S)]
-        for guest in guests:
-            connection = guest.connection
-            hosts.append(RemoteHost(guest.node, connection, connection, SILENCE_S))
-        machines = _by_node(hosts)
-        stack.callback(close_all, machines)
-        places = [machine.label for machine in machines]
-        seats = [
-            Seat(kind, places.index(host.label)) for kind, host in zip(job.kinds, hosts)
-        ]
-        try:
+            agents = [RemoteAgent(rank.node, *_agent_here(), SILENCE_S)]
+            for guest in guests:
+                ends = guest.connection, guest.connection
+                agents.append(RemoteAgent(guest.node, *ends, SILENCE_S))
+            stack.callback(close_all, agents)
+            machines = _by_machine(agents, stop)
+            hosts = {
+                agent: index
+                for index, machine in enumerate(machines)
+                for agent in machine.agents
+            }
+            seats = [Seat(k, hosts[agent]) for k, agent in zip(job.kinds, agents)]
             return run_on(job, machines, seats, settings(options), options, stop)
         except Stopped:
             return 128 + stop.number
+
+
+def _agent_here() -> tuple[Connection, Connection]:
+    """Rank 0's own agent, in a thread; both ends of the connection to it."""
+    ours, theirs = Pipe()
+    # The roles that an agent starts end with its thread: this one stays.
+    agent = Agent(theirs, theirs, SILENCE_S)
+    threading.Thread(target=agent.serve, daemon=True).start()
+    return ours, ours
 
 
 def _say_waiting(text: str) -> None:
     click.echo(f"Waiting: {text}", err=True)
 
 
-def _by_node(hosts: Sequence[RemoteHost]) -> list[Machine]:
-    """The agents by the node that they are on."""
-    nodes: dict[str, list[RemoteHost]] = {}
-    for host in hosts:
-        nodes.setdefault(host.label, []).append(host)
-    return [Machine(node, node, tuple(agents)) for node, agents in nodes.items()]
+def _by_machine(agents: Sequence[RemoteAgent], stop: StopSignals) -> list[Machine]:
+    """The machines that the agents are on; two may have the same name."""
+
+    def place(agent: RemoteAgent) -> str:
+        agent.greet(HEAR_S, stop)
+        return agent.ask("place", HEAR_S, stop=stop)["machine"]
+
+    found: dict[tuple[str, str], list[RemoteAgent]] = {}
+    for agent, machine in zip(agents, in_parallel(place, agents, stop)):
+        found.setdefault((agent.label, machine), []).append(agent)
+    count = Counter(name for name, _ in found)
+    labels = [
+        name if count[name] == 1 else f"{name} ({number})"
+        for number, (name, _) in enumerate(found)
+    ]
+    return [
+        Machine(label, name, tuple(group))
+        for label, ((name, _), group) in zip(labels, found.items())
+    ]
+
+
+def _without_hostfile(argv: Sequence[str]) -> list[str]:
+    """A command without -H: mpirun has it, and the ranks need it no more."""
+    for index, word in enumerate(argv):
+        if word in ("-H", "--hostfile"):
+            return [*argv[:index], *argv[index + 2 :]]
+        if word.startswith(("-H", "--hostfile=")):
+            return [*argv[:index], *argv[index + 1 :]]
+    return list(argv)
 
 
 def _serve(rank: Rank, way: Way) -> int:
@@ -157,17 +186,10 @@ def _serve(rank: Rank, way: Way) -> int:
     # mpirun and srun signal every rank. Rank 0 ends the job in an orderly way; this
     # one waits for it, but not for long.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave_soon)
+        signal.signal(number, lambda *_: signal.alarm(PATIENCE_S))
     parent_watch(lambda: os._exit(128 + signal.SIGTERM))
     connection = meet_as_agent(rank, way)
     return 0 if Agent(connection, connection, SILENCE_S).serve() else 1
-
-
-def _leave_soon(number: int, _frame: object) -> None:
-    """End this process after a while; the roles that it started end with it."""
-    timer = threading.Timer(PATIENCE_S, os._exit, [128 + number])
-    timer.daemon = True
-    timer.start()
 
 
 def _call(

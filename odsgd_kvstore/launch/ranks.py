@@ -52,8 +52,13 @@ class Way:
     `mpi.ByBroadcast` and `slurm.ByNodeList` are the two.
     """
 
-    def listen(self, deadline: float) -> socket.socket:
-        """Rank 0: listen, and see to it that the others can know where."""
+    def listen(
+        self, deadline: float, check: Callable[[], None] = lambda: None
+    ) -> socket.socket:
+        """Rank 0: listen, and see to it that the others can know where.
+
+        `check` is called while it waits, and may raise.
+        """
         raise NotImplementedError
 
     def seal(self) -> tuple[bytes, bytes]:
@@ -227,7 +232,7 @@ def meet_as_controller(
         Somebody did not come in time; says who, and tells those who came.
     """
     deadline = time.monotonic() + timeout
-    with contextlib.closing(way.listen(deadline)) as listener:
+    with contextlib.closing(way.listen(deadline, check)) as listener:
         return receive(listener, rank.size, way.seal, deadline, on_wait, check)
 
 

@@ -10,6 +10,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -20,14 +21,17 @@ from odsgd_kvstore.errors import LaunchError
 from odsgd_kvstore.launch import EXIT_LOST
 from odsgd_kvstore.launch.agent import ALIVE_S
 from odsgd_kvstore.launch.commands import Role
+from odsgd_kvstore.launch.signals import Stopped, StopSignals
 from odsgd_kvstore.launch.variables import KEY_VARIABLES, STALE_ELSEWHERE
 
 MOST_CHUNKS = 256
 START_S = 60.0
+LOOK_S = 0.2  # How soon a signal is noticed while waiting.
+HELLO_HINT = "is it overloaded, or does its shell wait for input at login?"
 
 
-class RemoteHost:
-    """A host's agent, as the controller sees it.
+class RemoteAgent:
+    """An agent on a host, as the controller sees it.
 
     Parameters
     ----------
@@ -62,11 +66,12 @@ class RemoteHost:
         self._ended = threading.Event()
         self.loss: str | None = None  # Why no message comes any more.
         self._hello: queue.SimpleQueue = queue.SimpleQueue()
+        self._is_greeted = False
         self._thread = threading.Thread(target=self._receive, daemon=True)
         self._thread.start()
         threading.Thread(target=self._say_alive, daemon=True).start()
 
-    def greet(self, timeout_s: float) -> None:
+    def greet(self, timeout_s: float, stop: StopSignals | None = None) -> None:
         """Return once the agent runs there, with the same version of this package.
 
         Raises
@@ -74,7 +79,9 @@ class RemoteHost:
         LaunchError
             It does not; says why, and what to do.
         """
-        answer = self._wait(self._hello, timeout_s, "the start of its agent")
+        if self._is_greeted:
+            return
+        answer = self._wait(self._hello, timeout_s, HELLO_HINT, stop)
         if answer["op"] == "fatal":
             raise LaunchError(
                 f"{self.label}: odsgd_kvstore cannot be imported by Python "
@@ -86,42 +93,57 @@ class RemoteHost:
                 f"{self.label}: odsgd_kvstore is version {answer['version']} there, and "
                 f"{__version__} here; install the same version on all hosts"
             )
+        self._is_greeted = True
 
-    def ask(self, op: str, timeout_s: float, **request: Any) -> Any:
-        """Return the agent's answer to a request.
+    def ask(
+        self,
+        op: str,
+        timeout_s: float,
+        *,
+        stop: StopSignals | None = None,
+        **request: Any,
+    ) -> Any:
+        """Return the agent's answer to a request; waits for it.
 
         Raises
         ------
         LaunchError
-            It failed there, or the host is lost, or there was no answer in time.
+            It failed there, or there was no answer in time.
+        HostLost
+            No message comes from there any more.
+        Stopped
+            A signal came.
         """
         number, answers = next(self._numbers), queue.SimpleQueue()
         with self._state:
             if self.loss is None:
                 self._answers[number] = answers
         if self.loss is not None:
-            raise LaunchError(self._lost())
+            raise HostLost(self.label, self.loss)
         self.send(op=op, id=number, request=request)
-        answer = self._wait(answers, timeout_s, repr(op))
+        answer = self._wait(answers, timeout_s, f"asked for {op!r}", stop)
         if "error" in answer:
             raise AgentError(f"{self.label}: {answer['error']}", answer["is_missing"])
         return answer["value"]
 
-    def _wait(self, answers: queue.SimpleQueue, timeout_s: float, what: str) -> Any:
+    def _wait(
+        self,
+        answers: queue.SimpleQueue,
+        timeout_s: float,
+        hint: str,
+        stop: StopSignals | None,
+    ) -> Any:
         """The next answer, or why there is none."""
-        try:
-            answer = answers.get(timeout=timeout_s)
-        except queue.Empty:
-            raise LaunchError(
-                f"{self.label}: no answer within {timeout_s:g} s ({what}). Is the host "
-                "overloaded, or does its shell wait for input at login?"
-            ) from None
-        if answer is None:
-            raise LaunchError(self._lost())
-        return answer
-
-    def _lost(self) -> str:
-        return f"{self.label}: {self.loss}"
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if stop is not None:
+                stop.check()
+            with contextlib.suppress(queue.Empty):
+                answer = answers.get(timeout=LOOK_S)
+                if answer is None:
+                    raise HostLost(self.label, self.loss or "")
+                return answer
+        raise LaunchError(f"{self.label}: no answer within {timeout_s:g} s ({hint})")
 
     def send(self, **message: Any) -> None:
         """Send a message; a loss is noticed where messages are received."""
@@ -129,13 +151,17 @@ class RemoteHost:
         with self._lock, contextlib.suppress(OSError, ValueError):
             self._writer.send_bytes(data)
 
-    def start(self, role: Role, events: queue.SimpleQueue) -> RemoteProcess:
-        """Start a role there; `events` hears of its end.
+    def start(
+        self, role: Role, events: queue.SimpleQueue, stop: StopSignals | None = None
+    ) -> RemoteProcess:
+        """Start a role there and return when it runs; `events` hears of its end.
 
         Raises
         ------
         LaunchError
-            It could not be started.
+            It could not be started; `HostLost` if its host is lost.
+        Stopped
+            A signal came.
         """
         process = RemoteProcess(role, self, events)
         self._processes[role.name] = process
@@ -143,13 +169,14 @@ class RemoteHost:
             process.pid = self.ask(
                 "start",
                 START_S,
+                stop=stop,
                 role=role.name,
                 argv=list(role.argv),
                 env=dict(role.env),
                 unset=sorted({*STALE_ELSEWHERE, *KEY_VARIABLES}),
                 cwd=role.cwd,
             )["pid"]
-        except LaunchError:
+        except (LaunchError, Stopped):
             process.lose()
             raise
         return process
@@ -175,8 +202,10 @@ class RemoteHost:
                     self._take(json.loads(self._reader.recv_bytes()))
                 else:
                     loss = f"nothing was heard of this host for {self._silence_s:g} s"
-        except (OSError, EOFError, ValueError):
+        except (OSError, EOFError):
             loss = self._why_lost() or "the connection to this host ended"
+        except Exception as error:
+            loss = f"it sent what this version does not understand ({error!r})"
         self._ended.set()
         with self._state:
             self.loss = loss
@@ -208,6 +237,14 @@ class RemoteHost:
             self.send(op="alive")
 
 
+class HostLost(LaunchError):
+    """No message comes from a host any more."""
+
+    def __init__(self, label: str, loss: str) -> None:
+        super().__init__(f"{label}: {loss}")
+        self.loss = loss
+
+
 class AgentError(LaunchError):
     """A request failed on a host."""
 
@@ -223,19 +260,21 @@ class RemoteProcess:
     ----------
     role : Role
         What it is.
-    host : RemoteHost
-        Where it is.
+    agent : RemoteAgent
+        Who started it.
     events : queue.SimpleQueue
         Hears of its end.
     """
 
-    def __init__(self, role: Role, host: RemoteHost, events: queue.SimpleQueue) -> None:
-        self.role, self._host, self._events = role, host, events
+    def __init__(
+        self, role: Role, agent: RemoteAgent, events: queue.SimpleQueue
+    ) -> None:
+        self.role, self._agent, self._events = role, agent, events
         self.pid = 0
         self.exit_code: int | None = None
         self.loss = ""
         self.last_lines: deque[str] = deque()
-        self._has_exited = self._is_gone = False
+        self._has_exited = self._is_gone = self._is_lost = False
         self._chunks: queue.Queue[bytes | None] = queue.Queue(MOST_CHUNKS)
 
     def lives(self) -> bool:
@@ -244,16 +283,24 @@ class RemoteProcess:
 
     def send(self, number: int) -> None:
         """Signal its process group."""
-        self._host.send(op="signal", role=self.role.name, number=number, group=True)
+        self._agent.send(op="signal", role=self.role.name, number=number, group=True)
 
     def poke(self, number: int) -> None:
         """Signal the process alone."""
-        self._host.send(op="signal", role=self.role.name, number=number, group=False)
+        self._agent.send(op="signal", role=self.role.name, number=number, group=False)
 
     def read(self, _stop: int, on_data: Callable[[bytes], None]) -> None:
         """Pass on the output until it ends; the agent ends it for the controller."""
-        for data in iter(self._chunks.get, None):
-            on_data(data)
+        while True:
+            try:
+                data = self._chunks.get(timeout=LOOK_S)
+            except queue.Empty:
+                if self._is_lost:
+                    return
+            else:
+                if data is None:
+                    return
+                on_data(data)
 
     def on_output(self, message: dict[str, Any]) -> None:
         """Take a part of its output; waits while nobody takes it on."""
@@ -274,9 +321,8 @@ class RemoteProcess:
 
     def lose(self) -> None:
         """Its host is lost: count it as ended."""
-        self._is_gone = True
+        self._is_gone = self._is_lost = True
         if not self._has_exited:
             self._has_exited = True
-            self.loss = self._host.loss or "could not be started"
+            self.loss = self._agent.loss or "could not be started"
             self._events.put(("exit", (self, EXIT_LOST)))
-        self._chunks.put(None)

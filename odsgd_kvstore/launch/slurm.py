@@ -18,7 +18,7 @@ import secrets
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from odsgd_kvstore.config import job_key
 from odsgd_kvstore.errors import LaunchError
@@ -69,7 +69,9 @@ class ByNodeList(Way):
             self._munge_flags = _munge_flags()
             self._check_munge()
 
-    def listen(self, deadline: float) -> socket.socket:
+    def listen(
+        self, deadline: float, check: Callable[[], None] = lambda: None
+    ) -> socket.socket:
         """Listen at the first candidate that is free."""
         first = first_node(_node_list(self._environ))
         if self._rank.node != first:

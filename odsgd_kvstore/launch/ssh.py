@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection
 
 from odsgd_kvstore.errors import LaunchError
 from odsgd_kvstore.launch.hosts import Host
-from odsgd_kvstore.launch.remote import RemoteHost
+from odsgd_kvstore.launch.remote import RemoteAgent
+from odsgd_kvstore.launch.shims import shim_argv
 from odsgd_kvstore.launch.signals import StopSignals
 
 # Never asks; notices within 20 s that a host is gone; no forwarding, no terminal.
@@ -35,7 +36,7 @@ OPTIONS = (
     "LogLevel=ERROR",
 )
 # Constant: all else, the key too, comes through standard input. Every shell takes it.
-START = "exec {python} -c 'import sys;exec(sys.stdin.buffer.readline())'"
+START = """exec {python} -c 'exec(open(0,"rb",0,closefd=False).readline())'"""
 # The first line that it reads, in front of which a login shell may print anything.
 _PROGRAM = """
 import json, os, struct, sys
@@ -52,7 +53,6 @@ except Exception as error:
     sys.exit(1)
 main({silence_s!r})
 """
-HEAR_S = 30.0
 ADVICE = {
     "Permission denied (publickey": "no key of yours is accepted there, and ssh must not ask for "
     "a password: put your public key there (ssh-copy-id HOST), or start an ssh-agent",
@@ -117,8 +117,8 @@ def connect(
     paths: Sequence[str],
     silence_s: float,
     python: str = sys.executable,
-) -> RemoteHost:
-    """Start the agent on a host; returns at once, see `RemoteHost.greet`.
+) -> RemoteAgent:
+    """Start the agent on a host; returns at once, see `RemoteAgent.greet`.
 
     Parameters
     ----------
@@ -137,7 +137,13 @@ def connect(
             "the program 'ssh' is not installed; install it (Debian and Ubuntu: "
             "apt-get install openssh-client; Fedora: dnf install openssh-clients)"
         )
-    return _Session(host, options, paths, silence_s, python).remote
+    try:
+        return _Session(host, options, paths, silence_s, python).remote
+    except OSError as error:
+        raise LaunchError(
+            f"{host.label}: ssh cannot be started here: {error}; with many hosts raise "
+            "the limit of open files, such as with ulimit -n 4096"
+        ) from error
 
 
 class _Session:
@@ -168,7 +174,7 @@ class _Session:
         program = _PROGRAM.format(paths=list(paths), mark=mark, silence_s=silence_s)
         with contextlib.suppress(OSError):  # It ended already: `_why` says so.
             os.write(self._popen.stdin.fileno(), f"exec({program!r})\n".encode())
-        self.remote = RemoteHost(
+        self.remote = RemoteAgent(
             host.label,
             _Marked(self._popen.stdout.fileno(), mark),
             Connection(os.dup(self._popen.stdin.fileno()), readable=False),
@@ -198,11 +204,7 @@ class _Session:
         """End ssh if it has not ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(2.0)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if self._popen.poll() is None:
-                self._popen.send_signal(number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._popen.wait(2.0)
+        end_soon(self._popen)
         self._popen.stdout.close()
 
 
@@ -210,6 +212,15 @@ def _advice(said: str, host: Host) -> str:
     """What to do about an error of ssh, if it is a known one."""
     known = [advice for part, advice in ADVICE.items() if part in said]
     return f". {known[0].replace('HOST', host.name)}" if known else ""
+
+
+def end_soon(process: subprocess.Popen) -> None:
+    """TERM, and KILL after two seconds; returns when it has ended."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(2.0)
 
 
 class _Marked(Connection):
@@ -239,7 +250,7 @@ class _Marked(Connection):
         return True
 
 
-def synchronise(
+def copy_folder(
     hosts: Sequence[Host],
     options: Sequence[str],
     source: str,
@@ -289,18 +300,13 @@ class _Copy:
         self._host = host
         self._errors = stack.enter_context(tempfile.TemporaryFile())
         self.popen = subprocess.Popen(
-            argv,
+            shim_argv(os.getpid(), argv),  # It ends with the launcher.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
             start_new_session=True,
         )
-        stack.callback(self._end)
-
-    def _end(self) -> None:
-        if self.popen.poll() is None:
-            self.popen.terminate()
-            self.popen.wait()
+        stack.callback(end_soon, self.popen)
 
     def failure(self) -> str:
         """What went wrong."""

@@ -29,7 +29,7 @@ from odsgd_kvstore.launch.local import new_job
 from odsgd_kvstore.launch.logs import Logs
 from odsgd_kvstore.launch.output import print_line
 from odsgd_kvstore.launch.processes import EXIT_BROKEN_PIPE, run_roles
-from odsgd_kvstore.launch.remote import RemoteHost
+from odsgd_kvstore.launch.remote import RemoteAgent
 from odsgd_kvstore.launch.signals import Stopped, StopSignals
 from odsgd_kvstore.launch.variables import forwarded
 
@@ -99,18 +99,18 @@ def run_over_ssh(job: Job, file: HostFile, options: Options) -> int:
         try:
             if options.sync_dst_dir is not None:
                 folders = os.getcwd(), options.sync_dst_dir
-                ssh.synchronise(hosts, options.ssh_options, *folders, stop)
+                ssh.copy_folder(hosts, options.ssh_options, *folders, stop)
                 stop.check()
             paths = _python_paths(common.env)
-            agents = [
-                ssh.connect(host, options.ssh_options, paths, SILENCE_S)
-                for host in hosts
-            ]
+            agents: list[RemoteAgent] = []
+            stack.callback(close_all, agents)
+            for host in hosts:
+                agent = ssh.connect(host, options.ssh_options, paths, SILENCE_S)
+                agents.append(agent)
             machines = [
                 Machine(host.label, host.name, (agent,))
                 for host, agent in zip(hosts, agents)
             ]
-            stack.callback(close_all, machines)
             return run_on(job, machines, places, common, options, stop)
         except Stopped:
             return 128 + stop.number
@@ -173,7 +173,7 @@ def _run(
     options: Options,
     stop: StopSignals,
     sockets: Sequence[str] = (),
-    hosts: Mapping[str, Sequence[RemoteHost]] | None = None,
+    hosts: Mapping[str, Sequence[RemoteAgent]] | None = None,
 ) -> int:
     """Run the roles, with a table before and a report after; return the exit code."""
     on_line = _hide if options.is_quiet else print_line

@@ -15,7 +15,7 @@ from odsgd_kvstore.launch.cluster import in_parallel
 from odsgd_kvstore.launch.commands import Role
 from odsgd_kvstore.launch.hosts import Host
 from odsgd_kvstore.launch.logs import Logs
-from odsgd_kvstore.launch.remote import RemoteHost
+from odsgd_kvstore.launch.remote import RemoteAgent
 from odsgd_kvstore.launch.signals import Stopped, StopSignals
 
 LIMIT_S = 20
@@ -32,7 +32,7 @@ def test_ssh_never_asks_and_the_users_options_come_first():
     assert "BatchMode=yes" in options_of(argv)
     end = argv.index("--")
     assert argv[end - 4 : end] == ["-p", "2222", "-l", "me"]
-    start = "import sys;exec(sys.stdin.buffer.readline())"
+    start = 'exec(open(0,"rb",0,closefd=False).readline())'
     assert argv[end + 1 :] == ["node", f"exec '/a b/python' -c '{start}'"]
 
 
@@ -65,7 +65,7 @@ def test_other_hosts_get_the_variables_of_the_job_and_not_the_key():
 def host():
     """A host, and the agent's end of its connection."""
     ours, theirs = Pipe()
-    remote = RemoteHost("node", ours, ours, LIMIT_S, lambda: "it is gone")
+    remote = RemoteAgent("node", ours, ours, LIMIT_S, lambda: "it is gone")
     yield remote, theirs
     theirs.close()
     remote.close(LIMIT_S)
@@ -108,7 +108,7 @@ def test_a_lost_host_ends_every_wait_with_the_reason(host):
 
 def test_a_silent_host_counts_as_lost():
     ours, theirs = Pipe()
-    remote = RemoteHost("node", ours, ours, 0.1)
+    remote = RemoteAgent("node", ours, ours, 0.1)
     with pytest.raises(LaunchError, match="nothing was heard of this host for 0.1 s"):
         remote.greet(LIMIT_S)
     theirs.close()
