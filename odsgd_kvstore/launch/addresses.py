@@ -73,7 +73,9 @@ class Place:
 
     Parameters
     ----------
-    kind, rank : str, int
+    kind : str
+        As in `Seat`.
+    rank : int
         As ps-lite will number it.
     host : int
         Index of the host.

@@ -7,6 +7,7 @@ closes or falls silent, it ends all that it started. Standard library only.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import threading
@@ -17,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from odsgd_kvstore._version import __version__
-from odsgd_kvstore.launch import probe
+from odsgd_kvstore.launch import EXIT_LOST, probe
 from odsgd_kvstore.launch.children import Child, Guard, end_all
 
 ALIVE_S = 2.0
@@ -34,39 +35,49 @@ class Agent:
         From and to the controller; may be the same.
     silence_s : float
         Seconds without a message after which the controller counts as lost.
+    linger_s : float
+        Seconds to wait at the end for the controller's own end.
     """
 
     def __init__(
-        self, reader: Connection, writer: Connection, silence_s: float = 30.0
+        self,
+        reader: Connection,
+        writer: Connection,
+        silence_s: float = 30.0,
+        linger_s: float = 0.0,
     ) -> None:
         self._reader, self._writer = reader, writer
-        self._silence_s = max(silence_s, LEAST_SILENCE_S)
+        self._silence_s, self._linger_s = max(silence_s, LEAST_SILENCE_S), linger_s
         self._lock = threading.Lock()
         self._children: dict[str, Child] = {}
         self._readers: list[threading.Thread] = []
         self._stop_read, self._stop_write = os.pipe()
         self._ended = threading.Event()
 
-    def serve(self) -> bool:
-        """Obey until the controller says 'end' (True) or is lost (False).
+    def serve(self) -> int:
+        """Obey until the controller ends the job or is lost.
 
-        When it returns, nothing that it started runs any more.
+        Returns
+        -------
+        int
+            The job's exit code; 255 if the controller is lost. Nothing that was
+            started here runs any more.
         """
         self._guard = Guard(())
         self._send(op="hello", version=__version__, pid=os.getpid())
         threading.Thread(target=self._say_alive, daemon=True).start()
-        is_regular = False
+        code = None
         try:
-            while not is_regular and self._reader.poll(self._silence_s):
-                is_regular = self._obey(json.loads(self._reader.recv_bytes()))
+            while code is None and self._reader.poll(self._silence_s):
+                code = self._obey(json.loads(self._reader.recv_bytes()))
         except (OSError, EOFError, ValueError):
             pass  # The controller is gone, or what speaks is not one.
         finally:
             self._end()
-        return is_regular
+        return EXIT_LOST if code is None else code
 
-    def _obey(self, message: dict[str, Any]) -> bool:
-        """Do what a message says; return whether it was the last one."""
+    def _obey(self, message: dict[str, Any]) -> int | None:
+        """Do what a message says; return the job's exit code if it was the last one."""
         op = message["op"]
         if op == "start":
             # Not in a thread of its own: a child ends with the thread that made it.
@@ -78,7 +89,7 @@ class Agent:
         elif op in probe.OPERATIONS:
             arguments = (message, probe.OPERATIONS[op])
             threading.Thread(target=self._answer, args=arguments, daemon=True).start()
-        return op == "end"
+        return message["code"] if op == "end" else None
 
     def _answer(self, message: dict[str, Any], function: Callable) -> None:
         """Send what `function` makes of a request, or its error."""
@@ -135,8 +146,17 @@ class Agent:
         os.close(self._stop_write)  # A child outside our groups may hold a pipe.
         _pause(DRAIN_S, self._any_reads)
         self._guard.close()
+        self._send(op="ended")
+        self._wait_for_controller()
         for connection in {self._reader, self._writer}:
             connection.close()
+
+    def _wait_for_controller(self) -> None:
+        """Wait for its end, so that this process does not end before it."""
+        deadline = time.monotonic() + self._linger_s
+        with contextlib.suppress(OSError, EOFError):
+            while self._reader.poll(max(0.0, deadline - time.monotonic())):
+                self._reader.recv_bytes()
 
     def _any_reads(self) -> bool:
         return any(reader.is_alive() for reader in self._readers)
@@ -170,5 +190,5 @@ def main(silence_s: float) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
-    is_regular = Agent(reader, writer, silence_s).serve()
-    os._exit(0 if is_regular else 1)  # A thread may be stuck in a closed pipe.
+    code = Agent(reader, writer, silence_s).serve()
+    os._exit(code)  # A thread may be stuck in a closed pipe.

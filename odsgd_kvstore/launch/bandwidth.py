@@ -95,7 +95,7 @@ def parse_rate(text: str) -> int:
     return rate
 
 
-def choose_addresses(count: int) -> list[str]:
+def link_addresses(count: int) -> list[str]:
     """Return `count` addresses that ps-lite keeps in this order.
 
     Raises

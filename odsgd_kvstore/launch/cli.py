@@ -20,6 +20,7 @@ from odsgd_kvstore.launch.addresses import parse_port_range
 from odsgd_kvstore.launch.commands import Job
 from odsgd_kvstore.launch.hosts import read_hosts
 from odsgd_kvstore.launch.local import new_job
+from odsgd_kvstore.launch.options import Options
 from odsgd_kvstore.launch.variables import parse_env, parse_pairs
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "kubernetes")
@@ -33,6 +34,7 @@ ONLY_FOR = {
     "port_range": ("ssh", "mpi", "slurm"),
     "log_dir": ("local", "ssh", "mpi", "slurm"),
     "emulate_bandwidth": ("local",),
+    "quiet": ("local", "ssh", "mpi", "slurm"),
     "image": ("kubernetes",),
     "name": ("kubernetes",),
 }
@@ -136,14 +138,14 @@ def launch(context: click.Context, command: tuple[str, ...], **options: Any) -> 
     context.exit(code)
 
 
-def _local(job: Job, run: start.Options, options: Mapping[str, Any]) -> int:
+def _local(job: Job, run: Options, options: Mapping[str, Any]) -> int:
     if options["dry_run"]:
         click.echo(show.explain(new_job(job, os.environ)[0], os.environ))
         return 0
     return start.run_here(job, run)
 
 
-def _ssh(job: Job, run: start.Options, options: Mapping[str, Any]) -> int:
+def _ssh(job: Job, run: Options, options: Mapping[str, Any]) -> int:
     file, job = read_hosts(options["hostfile"]), start.with_program(job)
     if options["dry_run"]:
         click.echo(show.over_ssh(job, file, run))
@@ -151,7 +153,7 @@ def _ssh(job: Job, run: start.Options, options: Mapping[str, Any]) -> int:
     return start.run_over_ssh(job, file, run)
 
 
-def _kubernetes(job: Job, run: start.Options, options: Mapping[str, Any]) -> int:
+def _kubernetes(job: Job, run: Options, options: Mapping[str, Any]) -> int:
     if not options["dry_run"]:
         raise LaunchError(
             "--launcher kubernetes prints a manifest and starts nothing: add --dry-run, "
@@ -166,7 +168,7 @@ def _kubernetes(job: Job, run: start.Options, options: Mapping[str, Any]) -> int
     return 0
 
 
-def _ranks(job: Job, run: start.Options, options: Mapping[str, Any]) -> int:
+def _ranks(job: Job, run: Options, options: Mapping[str, Any]) -> int:
     argv = click.get_current_context().obj
     hostfile, is_dry = options["hostfile"], options["dry_run"]
     return ranked.run_ranks(job, options["launcher"], run, argv, hostfile, is_dry)
@@ -200,7 +202,7 @@ def _refuse_unsupported(launcher: str, options: Mapping[str, Any]) -> None:
         if options[name] is not None:
             raise click.UsageError(f"{flags} is not supported yet; leave it out")
     for name, launchers in ONLY_FOR.items():
-        if options[name] is not None and launcher not in launchers:
+        if options[name] not in (None, False) and launcher not in launchers:
             flag = (
                 "-H/--hostfile" if name == "hostfile" else f"--{name.replace('_', '-')}"
             )
@@ -210,12 +212,12 @@ def _refuse_unsupported(launcher: str, options: Mapping[str, Any]) -> None:
             )
 
 
-def _options(options: Mapping[str, Any]) -> start.Options:
+def _options(options: Mapping[str, Any]) -> Options:
     """How the job is to be run."""
     given = {}
     if options["port_range"] is not None:
         given["port_range"] = parse_port_range(options["port_range"])
-    return start.Options(
+    return Options(
         timeout=_seconds(options["timeout"]),
         log_dir=options["log_dir"],
         is_quiet=options["quiet"],

@@ -93,6 +93,8 @@ def prepare(
 
     Parameters
     ----------
+    job, settings : Job, Settings
+        What the user wants.
     machines : sequence of Machine
         Their agents were started already.
     seats : sequence of Seat
@@ -101,6 +103,11 @@ def prepare(
         Takes lines for the user: one per host, and its address.
     stop : StopSignals, optional
         Asks for the end.
+
+    Returns
+    -------
+    list of Role
+        For `run_roles`.
 
     Raises
     ------
@@ -273,7 +280,5 @@ def in_parallel(
 
 def close_all(agents: Sequence[RemoteAgent]) -> None:
     """End all agents, with what they started; returns when they have ended."""
-    for agent in agents:
-        agent.finish()
     with contextlib.suppress(LaunchError):
         in_parallel(lambda agent: agent.close(), agents)

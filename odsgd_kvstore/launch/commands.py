@@ -14,7 +14,7 @@ from pathlib import Path
 
 from odsgd_kvstore.errors import LaunchError
 from odsgd_kvstore.launch.addresses import Address, Place, Seat, number
-from odsgd_kvstore.launch.bandwidth import Link, choose_addresses, parse_rate
+from odsgd_kvstore.launch.bandwidth import Link, link_addresses, parse_rate
 from odsgd_kvstore.launch.variables import KEY_VARIABLES, STALE_VARIABLES
 
 LOCAL_ADDRESS = "127.0.0.1"
@@ -108,7 +108,7 @@ class Job:
             )
         if self.bandwidth is not None:
             parse_rate(self.bandwidth)
-            choose_addresses(self.num_roles)
+            link_addresses(self.num_roles)
 
     @property
     def num_roles(self) -> int:

@@ -11,14 +11,14 @@ from odsgd_kvstore.errors import LaunchError
 from odsgd_kvstore.launch.bandwidth import (
     FIRST_TCP_PORT,
     Link,
-    choose_addresses,
+    link_addresses,
     parse_rate,
 )
 from odsgd_kvstore.launch.commands import Job, Role, plan_local
 
 # MXNet 1.9.1 was seen to accept any int32 here; over 100,000,000 no file that
 # people name by a port or a process number is in the way.
-FIRST_PORT, LAST_PORT = 100_000_000, 2_000_000_000
+FIRST_SOCKET, LAST_SOCKET = 100_000_000, 2_000_000_000
 
 
 def new_job(job: Job, base_env: Mapping[str, str]) -> tuple[list[Role], list[str]]:
@@ -73,7 +73,7 @@ def on_links(roles: Sequence[Role], rate: str) -> list[Role]:
     ``role.link.address``, and that is its host name, too.
     """
     bits = parse_rate(rate)
-    links = [Link(address, bits) for address in choose_addresses(len(roles))]
+    links = [Link(address, bits) for address in link_addresses(len(roles))]
     hosts = [k.address for role, k in zip(roles, links) if role.kind == "scheduler"]
     return [
         replace(role, link=link, env=_with_addresses(role.env, link, hosts))
@@ -114,7 +114,7 @@ def choose_ports(
     do not meet.
     """
     for _ in range(100):
-        first = FIRST_PORT + secrets.randbelow(LAST_PORT - FIRST_PORT - count)
+        first = FIRST_SOCKET + secrets.randbelow(LAST_SOCKET - FIRST_SOCKET - count)
         ports = list(range(first, first + count))
         if not any(exists(socket_path(port)) for port in ports):
             return ports

@@ -46,18 +46,20 @@ def main(is_open_mpi: bool, size: int, paths: list) -> int:
 
 def load(is_open_mpi: bool, paths: list) -> tuple:
     """The first library that is there and of the right kind, and its path."""
+    reasons = []
     for path in paths:
         try:
             lib = ctypes.CDLL(path)
         except OSError as error:
-            say(str(error))
+            reasons.append(str(error))
             continue
         is_mpi = hasattr(lib, "MPI_Init")
         if is_mpi and hasattr(lib, "ompi_mpi_comm_world") == is_open_mpi:
             # Open MPI's plugins look for its symbols among the global ones; those
             # of a library of another kind must not get there.
             return ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL), path
-        say(f"{path} is {'of another MPI' if is_mpi else 'no MPI library'}")
+        reasons.append(f"{path} is {'of another MPI' if is_mpi else 'no MPI library'}")
+    say("odsgd-launch: no library of MPI can be used: " + "; ".join(reasons))
     return None, ""
 
 

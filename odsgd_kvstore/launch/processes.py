@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from odsgd_kvstore.errors import LaunchError
-from odsgd_kvstore.launch import Failure, JobResult
+from odsgd_kvstore.launch import EXIT_LOST, Failure, JobResult
 from odsgd_kvstore.launch.children import Child, Guard
 from odsgd_kvstore.launch.commands import Role
 from odsgd_kvstore.launch.network import Network
@@ -238,7 +238,7 @@ class _Job:
         self._pause(DRAIN_S, self._any_reads)
         os.close(self._stop_write)  # A child outside our groups may hold a pipe.
         for agent in {agent for agents in self.hosts.values() for agent in agents}:
-            agent.finish()
+            agent.finish(self.ending[0] if self.ending else EXIT_LOST)
         # An output that takes nothing holds us up only while nobody wants the end.
         patience = FOREVER if self.ending and self.ending[0] < EXIT_TIMEOUT else 1.0
         self._pause(patience, self._any_reads)

@@ -31,6 +31,7 @@ from odsgd_kvstore.launch.mpi import (
     mpirun_argv,
     needs_oversubscribe,
 )
+from odsgd_kvstore.launch.options import Options
 from odsgd_kvstore.launch.ranks import (
     Rank,
     Way,
@@ -45,14 +46,13 @@ from odsgd_kvstore.launch.signals import Stopped, StopSignals
 from odsgd_kvstore.launch.slurm import ByNodeList, srun_argv
 from odsgd_kvstore.launch.start import (
     SILENCE_S,
-    Options,
     run_on,
     settings,
     with_program,
 )
 from odsgd_kvstore.launch.variables import KEY_VARIABLES, forwarded
 
-PATIENCE_S = 10
+PATIENCE_S, LINGER_S = 10, 20.0
 _WAYS = {"mpi": ByBroadcast, "slurm": ByNodeList}
 
 
@@ -80,8 +80,7 @@ def run_ranks(
     Returns
     -------
     int
-        The exit code of the job on rank 0; on the others 0 if rank 0 saw it to its
-        end. It does not return where it becomes mpirun or srun.
+        The exit code of the job, on every rank; 255 if rank 0 was lost. It does not return where it becomes mpirun or srun.
 
     Raises
     ------
@@ -189,7 +188,9 @@ def _serve(rank: Rank, way: Way) -> int:
         signal.signal(number, lambda *_: signal.alarm(PATIENCE_S))
     parent_watch(lambda: os._exit(128 + signal.SIGTERM))
     connection = meet_as_agent(rank, way)
-    return 0 if Agent(connection, connection, SILENCE_S).serve() else 1
+    # With the job's own status, as some mpiruns take that of the last rank to end; and
+    # after rank 0, as others kill it when any rank ends with an error.
+    return Agent(connection, connection, SILENCE_S, LINGER_S).serve()
 
 
 def _call(

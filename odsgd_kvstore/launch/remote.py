@@ -181,17 +181,19 @@ class RemoteAgent:
             raise
         return process
 
-    def finish(self) -> None:
-        """Tell the agent to end all that it started, and itself; does not wait."""
-        self.send(op="end")
+    def finish(self, code: int) -> None:
+        """Tell the agent to end all that it started, and how the job ended.
+
+        Does not wait; `close` does.
+        """
+        self.send(op="end", code=code)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the connection; waits for the agent's own end, but not for long."""
-        self.finish()
+        self.finish(EXIT_LOST)  # For an agent whose job did not come to its end.
         self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            self._ended.set()
-            self._cut()
+        self._ended.set()
+        self._cut()
 
     def _receive(self) -> None:
         """Take messages until the agent ends or is lost."""
@@ -199,9 +201,10 @@ class RemoteAgent:
         try:
             while loss is None:
                 if self._reader.poll(self._silence_s):
-                    self._take(json.loads(self._reader.recv_bytes()))
+                    loss = self._take(json.loads(self._reader.recv_bytes()))
                 else:
                     loss = f"nothing was heard of this host for {self._silence_s:g} s"
+                    self._cut()
         except (OSError, EOFError):
             loss = self._why_lost() or "the connection to this host ended"
         except Exception as error:
@@ -214,7 +217,6 @@ class RemoteAgent:
             answers.put(None)
         for process in list(self._processes.values()):
             process.lose()
-        self._cut()
 
     def _cut(self) -> None:
         """End the connection for good, and with it a `send` that waits for ever."""
@@ -223,7 +225,8 @@ class RemoteAgent:
             with socket.socket(fileno=os.dup(self._writer.fileno())) as sock:
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _take(self, message: dict[str, Any]) -> str | None:
+        """Act on a message; return why no other one comes."""
         op = message["op"]
         if op in ("hello", "fatal"):
             self._hello.put(message)
@@ -231,6 +234,7 @@ class RemoteAgent:
             self._answers.pop(message["id"]).put(message)
         elif op in ("output", "closed", "exit", "gone"):
             getattr(self._processes[message["role"]], f"on_{op}")(message)
+        return "its agent has ended" if op == "ended" else None
 
     def _say_alive(self) -> None:
         while not self._ended.wait(ALIVE_S):

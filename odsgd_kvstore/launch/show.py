@@ -11,7 +11,7 @@ from odsgd_kvstore.launch import ssh
 from odsgd_kvstore.launch.addresses import seats
 from odsgd_kvstore.launch.commands import Job, Role, show_command
 from odsgd_kvstore.launch.hosts import HostFile
-from odsgd_kvstore.launch.start import Options
+from odsgd_kvstore.launch.options import Options
 
 
 def explain(roles: Sequence[Role], base_env: Mapping[str, str]) -> str:

@@ -195,7 +195,7 @@ class _Session:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(5.0)
         self._listener.join(1.0)
-        said = "; ".join(line for line in self._said if line)
+        said = "; ".join(line.rstrip(".\r") for line in self._said if line)
         text = f"the connection ended (ssh exit code {self._popen.returncode})"
         text += f": {said}" if said else ""
         return text + _advice(said, self._host)
@@ -211,7 +211,7 @@ class _Session:
 def _advice(said: str, host: Host) -> str:
     """What to do about an error of ssh, if it is a known one."""
     known = [advice for part, advice in ADVICE.items() if part in said]
-    return f". {known[0].replace('HOST', host.name)}" if known else ""
+    return f"; {known[0].replace('HOST', host.name)}" if known else ""
 
 
 def end_soon(process: subprocess.Popen) -> None:
@@ -314,4 +314,5 @@ class _Copy:
         said = "; ".join(self._errors.read().decode(errors="replace").split("\n"))
         code, said = self.popen.returncode, said.strip("; ")
         text = f"{self._host.label}: rsync ended with code {code}: {said}"
-        return text + _advice(said, self._host)
+        # What rsync itself does not find is no program.
+        return text + _advice(said.replace("No such file", ""), self._host)

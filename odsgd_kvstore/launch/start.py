@@ -9,14 +9,14 @@ import secrets
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import click
 
 from odsgd_kvstore.config import job_key
 from odsgd_kvstore.errors import ConfigError, LaunchError
 from odsgd_kvstore.launch import JobResult, ssh
-from odsgd_kvstore.launch.addresses import FIRST_PORT, LAST_PORT, Seat, seats
+from odsgd_kvstore.launch.addresses import Seat, seats
 from odsgd_kvstore.launch.cluster import (
     Machine,
     Settings,
@@ -27,6 +27,7 @@ from odsgd_kvstore.launch.commands import Job, Role, describe, with_package
 from odsgd_kvstore.launch.hosts import HostFile
 from odsgd_kvstore.launch.local import new_job
 from odsgd_kvstore.launch.logs import Logs
+from odsgd_kvstore.launch.options import Options
 from odsgd_kvstore.launch.output import print_line
 from odsgd_kvstore.launch.processes import EXIT_BROKEN_PIPE, run_roles
 from odsgd_kvstore.launch.remote import RemoteAgent
@@ -38,42 +39,6 @@ INTRODUCTION = (
     "scheduler introduces them to each other:"
 )
 SILENCE_S = 30.0  # Without a word, after which host and launcher count as lost.
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user said of the run, beside the job itself.
-
-    Parameters
-    ----------
-    timeout : float or None
-        Seconds for the whole job.
-    log_dir : str or None
-        Folder for a log file of each role.
-    is_quiet : bool
-        Whether only failures are shown.
-    interface : str or None
-        Network interface to use on every host.
-    port_range : tuple of int
-        First and last TCP port.
-    ssh_options : tuple of str
-        Further arguments of ssh.
-    sync_dst_dir : str or None
-        Where every host gets a copy of the current folder.
-    """
-
-    timeout: float | None = None
-    log_dir: str | None = None
-    is_quiet: bool = False
-    interface: str | None = None
-    port_range: tuple[int, int] = (FIRST_PORT, LAST_PORT)
-    ssh_options: tuple[str, ...] = ()
-    sync_dst_dir: str | None = None
-
-    def say(self, text: str) -> None:
-        """Show a line that is not a failure."""
-        if not self.is_quiet:
-            click.echo(text)
 
 
 def run_here(job: Job, options: Options) -> int:
@@ -90,9 +55,9 @@ def run_over_ssh(job: Job, file: HostFile, options: Options) -> int:
     Nothing of it is left on a host then.
     """
     job = with_program(job)
-    places = seats(file, job.num_workers, job.num_servers)
-    used = sorted({seat.host for seat in places})
-    places = [replace(seat, host=used.index(seat.host)) for seat in places]
+    taken = seats(file, job.num_workers, job.num_servers)
+    used = sorted({seat.host for seat in taken})
+    taken = [replace(seat, host=used.index(seat.host)) for seat in taken]
     hosts = [file.hosts[index] for index in used]
     common = settings(options)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
@@ -111,7 +76,7 @@ def run_over_ssh(job: Job, file: HostFile, options: Options) -> int:
                 Machine(host.label, host.name, (agent,))
                 for host, agent in zip(hosts, agents)
             ]
-            return run_on(job, machines, places, common, options, stop)
+            return run_on(job, machines, taken, common, options, stop)
         except Stopped:
             return 128 + stop.number
 
@@ -119,13 +84,13 @@ def run_over_ssh(job: Job, file: HostFile, options: Options) -> int:
 def run_on(
     job: Job,
     machines: Sequence[Machine],
-    places: Sequence[Seat],
+    taken: Sequence[Seat],
     common: Settings,
     options: Options,
     stop: StopSignals,
 ) -> int:
     """Run a job on machines whose agents run; return its exit code."""
-    roles = prepare(job, machines, places, common, options.say, stop)
+    roles = prepare(job, machines, taken, common, options.say, stop)
     hosts = {machine.label: machine.agents for machine in machines}
     return _run(roles, options, stop, hosts=hosts)
 

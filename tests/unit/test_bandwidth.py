@@ -55,7 +55,7 @@ def test_job_refuses_a_bad_rate_and_too_many_roles():
 
 
 def test_addresses_descend_as_strings():
-    addresses = bandwidth.choose_addresses(155)
+    addresses = bandwidth.link_addresses(155)
     assert addresses[:2] == ["198.18.0.254", "198.18.0.253"]
     assert addresses == sorted(set(addresses), reverse=True)
     assert {len(address) for address in addresses} == {12}
