@@ -129,7 +129,7 @@ def peak_bytes(pid: int) -> int:
 
 def links_work() -> bool:
     """Whether this machine lets us make links."""
-    link = bandwidth.Link(bandwidth.choose_addresses(1)[0], 10**6)
+    link = bandwidth.Link(bandwidth.link_addresses(1)[0], 10**6)
     try:
         network.Network([link]).close()
     except LaunchError:

@@ -78,14 +78,13 @@ def settle_addresses(role: str, environ: MutableMapping[str, str] | None = None)
     if is_scheduler:
         _check_listen(address, name, port)
     else:
-        _settle_own(environ, address)
+        _settle_own(environ, address, role)
     return shown if name == address else f"{shown}, {address}"
 
 
-def _settle_own(environ: MutableMapping[str, str], scheduler: str) -> None:
+def _settle_own(environ: MutableMapping[str, str], scheduler: str, role: str) -> None:
     """The address and port that a worker or server listens on."""
-    if "PORT" in environ:
-        _port(environ, "PORT")
+    port = _port(environ, "PORT") if "PORT" in environ else 0
     name, interface = environ.get(_NODE), environ.get("DMLC_INTERFACE")
     if name:
         environ[_NODE] = _numeric(_NODE, name, must_be_own=True)
@@ -101,6 +100,20 @@ def _settle_own(environ: MutableMapping[str, str], scheduler: str) -> None:
         with contextlib.suppress(OSError), _udp() as facing:
             facing.connect((scheduler, 9))  # sends nothing; chooses the route
             environ[_NODE] = facing.getsockname()[0]
+    if port and environ.get(_NODE):
+        _check_own_port(role, environ[_NODE], port)
+
+
+def _check_own_port(role: str, address: str, port: int) -> None:
+    """The port is free: in place of a taken one ps-lite takes any other."""
+    try:
+        _bind(address, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise LaunchError(
+                f"This {role} cannot listen on {address} port {port} (PORT): it is held "
+                f"by {_holder(port)}. Give it another PORT, or none for any free one."
+            ) from None
 
 
 def _numeric(variable: str, name: str, must_be_own: bool) -> str:

@@ -34,6 +34,13 @@ _REFUSED = (
 )
 
 
+_IMPORT_US_FIRST = (
+    "This server runs inside 'import mxnet' of the script, where parts of MXNet cannot "
+    "be imported. Import odsgd_kvstore before mxnet there, or start every role with "
+    "'python -m odsgd_kvstore SCRIPT'"
+)
+
+
 class Server:
     """One server's state: an optimizer per store, the status, the exchange.
 
@@ -146,6 +153,8 @@ class Server:
         """Publish the exception being handled: its last line first."""
         text = traceback.format_exc()
         last = text.strip().splitlines()[-1]
+        if "partially initialized module 'mxnet" in last:
+            last += f". {_IMPORT_US_FIRST}"
         self.error = self.error or f"server {self._rank}: {last}\n{text}"
         print(self.error, file=sys.stderr, flush=True)
         self._publish()

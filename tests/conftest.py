@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from watch import command
 
 with warnings.catch_warnings():  # MXNet's own; it needs an alias on Python 3.12
     warnings.simplefilter("ignore")
@@ -90,15 +91,7 @@ def _children():
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # A thread that ended meanwhile.
             for pid in map(int, path.read_text().split()):
-                command = _command(pid)
-                if command and "resource_tracker" not in command:
-                    found[pid] = command
+                text = command(pid)
+                if text and "resource_tracker" not in text:
+                    found[pid] = text
     return found
-
-
-def _command(pid):
-    """The command line of a process; empty for a zombie."""
-    with contextlib.suppress(OSError):
-        text = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return text.replace(b"\0", b" ").decode(errors="replace").strip()
-    return ""

@@ -82,6 +82,9 @@ class Child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
+    def discard(self) -> None:
+        """Nothing to do: what it writes waits in its pipe."""
+
     def poke(self, number: int) -> None:
         """Signal the process alone, unless its end is known: then it may be reaped."""
         if self.exit_code is None:

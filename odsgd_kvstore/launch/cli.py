@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import signal
@@ -24,6 +23,7 @@ from odsgd_kvstore.launch.options import Options
 from odsgd_kvstore.launch.variables import parse_env, parse_pairs
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "kubernetes")
+MOST_S = 100_000_000  # Three years.
 NOT_SUPPORTED_YET = {"max_restarts": "--max-restarts"}
 # Which launchers an option is for; any other refuses it.
 ONLY_FOR = {
@@ -253,13 +253,21 @@ def _job(command: tuple[str, ...], options: Mapping[str, Any]) -> Job:
 
 def _seconds(timeout: float | None) -> float | None:
     """Check the time limit."""
-    if timeout is not None and not (0 < timeout < math.inf):
-        raise LaunchError(f"--timeout is {timeout:g}; give a number of seconds over 0")
+    if timeout is not None and not (0 < timeout <= MOST_S):
+        raise LaunchError(
+            f"--timeout is {timeout:g}; give a number of seconds over 0, and at most "
+            f"{MOST_S:,}"
+        )
     return timeout
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of ``odsgd-launch``; ends with the exit code of the job."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # It was closed before.
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif hasattr(getattr(sys, name), "reconfigure"):
+            getattr(sys, name).reconfigure(errors="backslashreplace")
     try:
         argv = list(sys.argv[1:] if args is None else args)
         code = launch.main(argv, "odsgd-launch", standalone_mode=False, obj=argv) or 0
@@ -274,6 +282,6 @@ def main(args: Sequence[str] | None = None) -> None:
         os._exit(code)
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)

@@ -28,7 +28,7 @@ from odsgd_kvstore.launch.remote import RemoteAgent
 from odsgd_kvstore.launch.signals import StopSignals
 
 HEAR_S, REPORT_S, REACH_S = 40.0, 90.0, 5.0
-LAST_CALL_S = 2.0
+LAST_CALL_S, ATTEMPTS = 2.0, 4
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,14 @@ def prepare(
 
     Parameters
     ----------
-    job, settings : Job, Settings
+    job : Job
         What the user wants.
     machines : sequence of Machine
         Their agents were started already.
     seats : sequence of Seat
         Of every role; scheduler, servers, workers.
+    settings : Settings
+        What the roles have in common.
     say : callable
         Takes lines for the user: one per host, and its address.
     stop : StopSignals, optional
@@ -128,8 +130,17 @@ def prepare(
         raise LaunchError(error)
     names = [machine.name for machine in machines]
     addresses = choose_addresses(reports, names, settings.interface)
-    places = number(seats, addresses, [report["ports"] for report in reports])
-    _check_network(machines, addresses, places, stop)
+    ports = [report["ports"] for report in reports]
+    places = number(seats, addresses, ports)
+    for attempt in range(ATTEMPTS):
+        try:
+            _check_network(machines, addresses, places, stop)
+            break
+        except _PortTaken:  # By a job that starts at the same time.
+            if attempt == ATTEMPTS - 1:
+                raise
+            ports = _find_ports(machines, seats, settings, stop)
+            places = number(seats, addresses, ports)
     for label, address in zip(labels, addresses):
         say(f"{label}: advertising {address.ip} (from {address.origin})")
     cores = [report["cores"] for report in reports]
@@ -195,6 +206,31 @@ def _cpus(agent: RemoteAgent, stop: StopSignals | None) -> list[int]:
     return agent.ask("place", HEAR_S, stop=stop)["cpus"]
 
 
+class _PortTaken(LaunchError):
+    """Somebody took a port between the search for it and its use."""
+
+
+def _find_ports(
+    machines: Sequence[Machine],
+    seats: Sequence[Seat],
+    settings: Settings,
+    stop: StopSignals | None,
+) -> list[list[int]]:
+    """Free ports of each host, anew."""
+
+    def find(index: int) -> list[int]:
+        least = sum(seat.host == index for seat in seats)
+        request = {"ports": len(seats), "least_ports": least}
+        request["range"] = list(settings.port_range)
+        agent = machines[index].agents[0]
+        found = agent.ask("find_ports", HEAR_S, stop=stop, **request)
+        if found["ports_error"]:
+            raise LaunchError(f"{machines[index].label}: {found['ports_error']}")
+        return found["ports"]
+
+    return in_parallel(find, range(len(machines)), stop)
+
+
 def _check_network(
     machines: Sequence[Machine],
     addresses: Sequence[Address],
@@ -210,7 +246,7 @@ def _check_network(
         failed = agent.ask("listen", HEAR_S, ip=ip, ports=ports)["failed"]
         if failed:
             causes = "; ".join(f"port {port}: {why}" for port, why in failed.items())
-            raise LaunchError(
+            raise _PortTaken(
                 f"{machines[host].label}: cannot listen on {ip}: {causes}. Start the "
                 "job again, or give other ports with --port-range"
             )

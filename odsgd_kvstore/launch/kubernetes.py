@@ -23,6 +23,7 @@ PLACEHOLDER_IMAGE = "example.com/image-with-your-script:1"
 # Each pod has its own address, so that one port is enough for all roles. A taken PORT
 # would be replaced by ps-lite without a word; in a pod of its own none is taken.
 PORT = 9091
+MOST_PODS = 100_000
 KINDS = ("scheduler", "server", "worker")
 LABEL = "app.kubernetes.io"
 _POD_SUFFIX = len("-xxxxx")  # Kubernetes adds it to the name of each pod.
@@ -126,6 +127,11 @@ def manifest(
     numbers the workers by their addresses.
     """
     _check_name(name, job)
+    if max(job.num_workers, job.num_servers) > MOST_PODS:
+        raise LaunchError(
+            f"-n is {job.num_workers} and -s {job.num_servers}; Kubernetes runs at most "
+            f"{MOST_PODS:,} pods of one Job"
+        )
     _check_image(image)
     _check_key(job)
     limit = {}

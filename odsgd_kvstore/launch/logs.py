@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 
@@ -59,4 +60,5 @@ class Logs:
 
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):  # What it is about was raised already.
+                file.close()

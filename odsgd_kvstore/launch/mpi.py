@@ -117,6 +117,10 @@ class ByBroadcast(Way):
         mark = "\n" + mpi_broadcast.MARK
         answer = output.decode(errors="replace").rpartition(mark)[2]
         if process.returncode != 0 or not answer.strip():
+            if process.returncode < 0:  # mpirun ends the job.
+                raise LaunchError(
+                    f"rank {rank.rank} on {rank.node} was ended while it waited for MPI"
+                )
             what = f"failed with exit code {process.returncode}; it may say why above"
             raise LaunchError(self._advise(what))
         return answer.strip()

@@ -13,12 +13,17 @@ import socket
 import struct
 import threading
 import time
+from typing import Optional
 
 REACH_LIMIT_S = 5
+TAKEN_BY_A_JOB = "another job of odsgd-launch is about to use it"
 BATCH = 500  # Connections at a time; a process may often have 1024 files.
 ATTEMPTS = 3  # Another process on this host may be looking, too.
 _LISTEN = "0A"  # In /proc/net/tcp
 _stops: list = []  # One for each `listen` since the last `close`; they are requests.
+# Ports of this process's job, for as long as the process lives: between `close` and
+# the start of the roles no other job on this machine may take them.
+_reserved: dict = {}
 
 
 def find_ports(request: dict) -> dict:
@@ -77,10 +82,35 @@ def _is_free(port: int) -> bool:
     """Whether no socket has a port, on any address."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
-            probe.bind(("", port))  # Without SO_REUSEADDR, so that all count.
-            return True
+            # As ps-lite will bind it: a port whose last connection ended a moment ago
+            # is free, and one where anybody listens is not.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+            probe.listen(1)
         except OSError:
             return False
+    if port in _reserved:
+        return True
+    reservation = _reserve(port)
+    if reservation is not None:
+        reservation.close()
+    return reservation is not None
+
+
+def _reserve(port: int) -> Optional[socket.socket]:
+    """Mark a port as this job's; None if it is another job's.
+
+    The mark is a socket with a name that only its network namespace sees, and that
+    vanishes with the process.
+    """
+    mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        mark.bind(f"\0odsgd-launch-port-{port}")  # Linux has such names.
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            mark.close()
+            return None
+    return mark
 
 
 def listen(request: dict) -> dict:
@@ -95,11 +125,17 @@ def listen(request: dict) -> dict:
     -------
     dict
         'failed': by port (a string, as JSON has it) why it can't, with the program
-        that holds it if this user may see that.
+        that holds it if this user may see that. The others are this process's until
+        its end: no other one's `find_ports` finds them.
     """
     sockets, failed = [], {}
     for port in request["ports"]:
         try:
+            mark = _reserved.get(port) or _reserve(port)
+            if mark is None:
+                failed[str(port)] = TAKEN_BY_A_JOB
+                continue
+            _reserved[port] = mark
             sockets.append(_listener(request["ip"], port))
         except OSError as error:
             failed[str(port)] = _why_not(request["ip"], port, error)

@@ -245,6 +245,7 @@ def _program_error(request: dict, env: dict) -> str:
 OPERATIONS = {
     "place": place,
     "report": report,
+    "find_ports": find_ports,
     "listen": listen,
     "reach": reach,
     "close": close,

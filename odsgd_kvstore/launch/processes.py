@@ -230,6 +230,9 @@ class _Job:
 
     def end(self) -> None:
         """TERM, KILL after the grace, reap: our own process groups and no others."""
+        if self.ending is None or self.ending[0] >= EXIT_TIMEOUT:
+            for process in self.processes:
+                process.discard()  # So that no full output holds up the end.
         steps = [(signal.SIGTERM, self.grace_s, 0.0), (signal.SIGKILL, 9.0, 9.0)]
         for number, wait_s, hurry_s in steps:
             for process in self.processes:

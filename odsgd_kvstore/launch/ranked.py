@@ -48,6 +48,7 @@ from odsgd_kvstore.launch.start import (
     SILENCE_S,
     run_on,
     settings,
+    stopped,
     with_program,
 )
 from odsgd_kvstore.launch.variables import KEY_VARIABLES, forwarded
@@ -133,7 +134,7 @@ def _control(job: Job, rank: Rank, way: Way, options: Options) -> int:
             seats = [Seat(k, hosts[agent]) for k, agent in zip(job.kinds, agents)]
             return run_on(job, machines, seats, settings(options), options, stop)
         except Stopped:
-            return 128 + stop.number
+            return stopped(stop)
 
 
 def _agent_here() -> tuple[Connection, Connection]:

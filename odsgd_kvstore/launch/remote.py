@@ -26,6 +26,7 @@ from odsgd_kvstore.launch.variables import KEY_VARIABLES, STALE_ELSEWHERE
 
 MOST_CHUNKS = 256
 START_S = 60.0
+LOGIN_S = 120.0  # Until the first word; `greet` has its own limit.
 LOOK_S = 0.2  # How soon a signal is noticed while waiting.
 HELLO_HINT = "is it overloaded, or does its shell wait for input at login?"
 
@@ -200,10 +201,11 @@ class RemoteAgent:
         loss = None
         try:
             while loss is None:
-                if self._reader.poll(self._silence_s):
+                limit = self._silence_s if self._is_greeted else LOGIN_S
+                if self._reader.poll(limit):
                     loss = self._take(json.loads(self._reader.recv_bytes()))
                 else:
-                    loss = f"nothing was heard of this host for {self._silence_s:g} s"
+                    loss = f"nothing was heard of this host for {limit:g} s"
                     self._cut()
         except (OSError, EOFError):
             loss = self._why_lost() or "the connection to this host ended"
@@ -278,8 +280,9 @@ class RemoteProcess:
         self.exit_code: int | None = None
         self.loss = ""
         self.last_lines: deque[str] = deque()
-        self._has_exited = self._is_gone = self._is_lost = False
-        self._chunks: queue.Queue[bytes | None] = queue.Queue(MOST_CHUNKS)
+        self._has_exited = self._is_gone = False
+        self._is_over = self._is_discarded = False  # Of its output.
+        self._chunks: queue.Queue[bytes] = queue.Queue(MOST_CHUNKS)
 
     def lives(self) -> bool:
         """Whether the role or a child in its process group is known to run."""
@@ -299,20 +302,26 @@ class RemoteProcess:
             try:
                 data = self._chunks.get(timeout=LOOK_S)
             except queue.Empty:
-                if self._is_lost:
+                if self._is_over:
                     return
             else:
-                if data is None:
-                    return
                 on_data(data)
 
     def on_output(self, message: dict[str, Any]) -> None:
         """Take a part of its output; waits while nobody takes it on."""
-        self._chunks.put(base64.b64decode(message["data"]))
+        data = base64.b64decode(message["data"])
+        while not self._is_discarded:
+            with contextlib.suppress(queue.Full):
+                self._chunks.put(data, timeout=LOOK_S)
+                return
 
     def on_closed(self, _: dict[str, Any]) -> None:
         """Its output ended."""
-        self._chunks.put(None)
+        self._is_over = True
+
+    def discard(self) -> None:
+        """Drop what comes of its output from now on."""
+        self._is_discarded = True
 
     def on_exit(self, message: dict[str, Any]) -> None:
         """It ended."""
@@ -325,7 +334,7 @@ class RemoteProcess:
 
     def lose(self) -> None:
         """Its host is lost: count it as ended."""
-        self._is_gone = self._is_lost = True
+        self._is_gone = self._is_over = True
         if not self._has_exited:
             self._has_exited = True
             self.loss = self._agent.loss or "could not be started"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from odsgd_kvstore.launch.addresses import seats
 from odsgd_kvstore.launch.commands import Job, Role, show_command
 from odsgd_kvstore.launch.hosts import HostFile
 from odsgd_kvstore.launch.options import Options
+from odsgd_kvstore.launch.start import working_folder
 
 
 def explain(roles: Sequence[Role], base_env: Mapping[str, str]) -> str:
@@ -46,7 +46,7 @@ def over_ssh(job: Job, file: HostFile, options: Options) -> str:
         argv = ssh.ssh_argv(host, options.ssh_options, sys.executable)
         lines.append(f"  {shlex.join(argv)}")
         if options.sync_dst_dir is not None:
-            target = os.getcwd(), options.sync_dst_dir
+            target = working_folder(), options.sync_dst_dir
             argv = ssh.rsync_argv(host, options.ssh_options, *target)
             lines.append(f"  {shlex.join(argv)}")
     lines.append(f"workers: {shlex.join(job.command)}")

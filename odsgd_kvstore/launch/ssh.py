@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import secrets
 import shlex
@@ -53,6 +54,8 @@ except Exception as error:
     sys.exit(1)
 main({silence_s!r})
 """
+MOST_BEFORE, MOST_SAID = 4096, 8
+SYNC_SILENCE_S = 60
 ADVICE = {
     "Permission denied (publickey": "no key of yours is accepted there, and ssh must not ask for "
     "a password: put your public key there (ssh-copy-id HOST), or start an ssh-agent",
@@ -107,7 +110,8 @@ def rsync_argv(
         shell += ["-l", host.user]
     name = f"[{host.name}]" if ":" in host.name else host.name
     # Without --protect-args the shell there would take blanks for separators.
-    argv = ["rsync", "-az", "--protect-args", "-e", shlex.join(shell)]
+    argv = ["rsync", "-az", "--protect-args", f"--timeout={SYNC_SILENCE_S}"]
+    argv += ["-e", shlex.join(shell)]
     return [*argv, "--", source.rstrip("/") + "/", f"{name}:{target}/"]
 
 
@@ -174,9 +178,10 @@ class _Session:
         program = _PROGRAM.format(paths=list(paths), mark=mark, silence_s=silence_s)
         with contextlib.suppress(OSError):  # It ended already: `_why` says so.
             os.write(self._popen.stdin.fileno(), f"exec({program!r})\n".encode())
+        self._stream = _Stream(self._popen.stdout.fileno(), mark)
         self.remote = RemoteAgent(
             host.label,
-            _Marked(self._popen.stdout.fileno(), mark),
+            Connection(self._stream.fd, writable=False),
             Connection(os.dup(self._popen.stdin.fileno()), readable=False),
             silence_s,
             self._why,
@@ -195,7 +200,9 @@ class _Session:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(5.0)
         self._listener.join(1.0)
-        said = "; ".join(line.rstrip(".\r") for line in self._said if line)
+        lines = [*self._said, *self._stream.before.decode(errors="replace").split("\n")]
+        lines = [line.strip().rstrip(".") for line in lines]
+        said = "; ".join([x for x in lines if x and "@@@" not in x][-MOST_SAID:])
         text = f"the connection ended (ssh exit code {self._popen.returncode})"
         text += f": {said}" if said else ""
         return text + _advice(said, self._host)
@@ -223,31 +230,36 @@ def end_soon(process: subprocess.Popen) -> None:
                 process.wait(2.0)
 
 
-class _Marked(Connection):
-    """A connection whose messages begin after a mark, whatever a shell says first."""
+class _Stream:
+    """What comes from a host after a mark, as a file of its own.
 
-    def __init__(self, fd: int, mark: bytes) -> None:
-        super().__init__(os.dup(fd), writable=False)
-        self._mark: bytes | None = mark
+    Whatever a login shell says before is kept for the message of a failure.
+    """
 
-    def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether a message begins within so many seconds."""
-        if self._mark is not None and not self._find(timeout):
-            return False
-        return super().poll(timeout)
+    def __init__(self, source: int, mark: bytes) -> None:
+        self.fd, self._sink = os.pipe()
+        self.before = b""
+        threading.Thread(target=self._copy, args=(source, mark), daemon=True).start()
 
-    def _find(self, timeout: float | None) -> bool:
-        """Read up to the mark; whether it came."""
-        seen = bytearray()
-        while not seen.endswith(self._mark):
-            if not super().poll(timeout):
-                return False
-            data = os.read(self.fileno(), 1)
-            if not data:
-                raise EOFError
-            seen += data
-        self._mark = None
-        return True
+    def _copy(self, source: int, mark: bytes) -> None:
+        """Copy to our pipe until the source ends, or nobody reads any more."""
+        is_marked = False
+        with contextlib.suppress(OSError), open(self._sink, "wb", 0) as sink:
+            for data in iter(lambda: os.read(source, 1 << 16), b""):
+                if is_marked:
+                    _write(sink, data)
+                    continue
+                start, is_marked, rest = (self.before + data).partition(mark)
+                self.before = start[-MOST_BEFORE:]
+                if is_marked:
+                    _write(sink, rest)
+
+
+def _write(sink: io.FileIO, data: bytes) -> None:
+    """Write all of it."""
+    view = memoryview(data)
+    while view:
+        view = view[sink.write(view) :]
 
 
 def copy_folder(

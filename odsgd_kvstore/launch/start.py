@@ -7,6 +7,7 @@ import importlib.util
 import os
 import secrets
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,9 +19,11 @@ from odsgd_kvstore.errors import ConfigError, LaunchError
 from odsgd_kvstore.launch import JobResult, ssh
 from odsgd_kvstore.launch.addresses import Seat, seats
 from odsgd_kvstore.launch.cluster import (
+    HEAR_S,
     Machine,
     Settings,
     close_all,
+    in_parallel,
     prepare,
 )
 from odsgd_kvstore.launch.commands import Job, Role, describe, with_package
@@ -62,10 +65,6 @@ def run_over_ssh(job: Job, file: HostFile, options: Options) -> int:
     common = settings(options)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         try:
-            if options.sync_dst_dir is not None:
-                folders = os.getcwd(), options.sync_dst_dir
-                ssh.copy_folder(hosts, options.ssh_options, *folders, stop)
-                stop.check()
             paths = _python_paths(common.env)
             agents: list[RemoteAgent] = []
             stack.callback(close_all, agents)
@@ -76,9 +75,37 @@ def run_over_ssh(job: Job, file: HostFile, options: Options) -> int:
                 Machine(host.label, host.name, (agent,))
                 for host, agent in zip(hosts, agents)
             ]
+            if options.sync_dst_dir is not None:
+                in_parallel(lambda agent: agent.greet(HEAR_S, stop), agents, stop)
+                options.say(
+                    f"Copying this folder to {common.cwd} on {len(hosts)} hosts"
+                )
+                folders = working_folder(), common.cwd
+                ssh.copy_folder(hosts, options.ssh_options, *folders, stop)
             return run_on(job, machines, taken, common, options, stop)
         except Stopped:
-            return 128 + stop.number
+            return stopped(stop)
+
+
+def stopped(stop: StopSignals) -> int:
+    """Say that a signal came before the roles, and return the exit code."""
+    name = signal.Signals(stop.number).name
+    click.echo(f"odsgd-launch: ended by {name} before any role was started", err=True)
+    return 128 + stop.number
+
+
+def working_folder() -> str:
+    """This folder, by the path that the user sees: other hosts may have only that."""
+    try:
+        here, shown = os.getcwd(), os.environ.get("PWD", "")
+    except OSError as error:
+        raise LaunchError(
+            f"the working folder is gone: {error}; change to one that exists"
+        ) from error
+    is_same = (
+        os.path.isabs(shown) and os.path.isdir(shown) and os.path.samefile(shown, here)
+    )
+    return shown if is_same else here
 
 
 def run_on(
@@ -99,12 +126,17 @@ def settings(options: Options) -> Settings:
     """What the roles on all hosts have in common, from this process."""
     try:
         key = job_key(os.environ).decode()
-    except (ConfigError, UnicodeDecodeError) as error:
+    except UnicodeError as error:
+        raise LaunchError(
+            f"ODSGD_KEY, or the content of ODSGD_KEY_FILE, is no UTF-8 text: {error}; "
+            "give letters and digits"
+        ) from error
+    except ConfigError as error:
         raise LaunchError(str(error)) from error
     return Settings(
         env=forwarded(os.environ),
         python=sys.executable,
-        cwd=options.sync_dst_dir or os.getcwd(),
+        cwd=options.sync_dst_dir or working_folder(),
         key=key or secrets.token_hex(32),
         interface=options.interface,
         port_range=options.port_range,
@@ -166,6 +198,8 @@ def _run(
         _report(result, options)
     except BrokenPipeError:
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        raise LaunchError(f"what the roles wrote cannot be written: {error}") from error
     return result.exit_code
 
 

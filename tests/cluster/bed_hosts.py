@@ -27,7 +27,7 @@ from bed_tools import (
     run,
     which,
 )
-from cluster_jobs import wait_until
+from watch import command, pids, wait_until
 
 from odsgd_kvstore.launch.shims import shim_argv
 
@@ -90,15 +90,12 @@ class Host:
     def processes(self) -> dict[int, str]:
         """Pid, as seen from outside, and command; without the first and the sshd."""
         space, found = os.readlink(f"/proc/{self.pid}/ns/pid"), {}
-        for path in Path("/proc").glob("[0-9]*"):
+        for pid in pids():
             with contextlib.suppress(OSError):  # Ended meanwhile.
-                if os.readlink(path / "ns/pid") == space:
-                    text = (path / "cmdline").read_bytes().replace(b"\0", b" ")
-                    found[int(path.name)] = text.decode(errors="replace").strip()
+                if os.readlink(f"/proc/{pid}/ns/pid") == space and pid != self.pid:
+                    found[pid] = command(pid)
         return {
-            pid: command
-            for pid, command in found.items()
-            if pid != self.pid and command and "sshd: " not in command[:40]
+            p: text for p, text in found.items() if text and "sshd: " not in text[:40]
         }
 
     @contextlib.contextmanager
@@ -185,8 +182,8 @@ class Hosts:
         """What runs on the hosts, by host and pid."""
         found = {}
         for host in self.hosts.values():
-            for pid, command in host.processes().items():
-                found[f"{host.name} {pid}"] = command
+            for pid, text in host.processes().items():
+                found[f"{host.name} {pid}"] = text
         return found
 
     @property

@@ -17,7 +17,7 @@ import pytest
 from bed_hosts import HERE, Hosts
 from bed_sshd import free_port
 from bed_tools import PLACES, need, or_skip
-from cluster_jobs import wait_until
+from watch import command, environments, pids, wait_until, wait_until_none
 
 from odsgd_kvstore.launch.shims import shim_argv
 
@@ -99,7 +99,7 @@ class Slurm:
 
     def __exit__(self, *_: object) -> None:
         self.run("scancel", "--user", getpass.getuser())
-        wait_until(lambda: not self.processes(), "the end of Slurm's jobs", 30)
+        wait_until_none(self.processes, "in Slurm", 30)
         self._stack.close()
 
     def run(self, *argv: str, limit_s: float = 30) -> str:
@@ -118,15 +118,13 @@ class Slurm:
 
     def processes(self) -> dict[int, str]:
         """What runs inside of jobs, by pid, with the steps' own helpers."""
-        found, mark = {}, f"SLURM_CONF={self.config}".encode()
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # Ended meanwhile.
-                env = (path / "environ").read_bytes().split(b"\0")
-                command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                in_job = any(text.startswith(b"SLURM_JOB_ID=") for text in env)
-                if (mark in env and in_job) or command.startswith("slurmstepd"):
-                    found[int(path.name)] = command
-        return found
+        ours = environments("SLURM_CONF", str(self.config))
+        found = {
+            pid: command(pid) for pid, env in ours.items() if "SLURM_JOB_ID" in env
+        }
+        texts = {pid: command(pid) for pid in pids()}
+        steps = {p: text for p, text in texts.items() if text.startswith("slurmstepd")}
+        return {**found, **steps}
 
     def _files(self) -> None:
         (self.folder / "state").mkdir()

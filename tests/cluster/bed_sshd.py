@@ -8,11 +8,12 @@ import os
 import shutil
 import socket
 import subprocess
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 from bed_tools import need, or_skip, run, which
-from cluster_jobs import wait_until
+from watch import marked, wait_until
 
 from odsgd_kvstore.launch.shims import shim_argv
 
@@ -61,7 +62,7 @@ class LoopbackSshd:
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()
         self.config = folder / "ssh_config"
-        self.mark = f"odtest-{os.getpid()}-{self.port}"
+        self.mark = uuid.uuid4().hex
         self._stack = contextlib.ExitStack()
 
     @property
@@ -93,13 +94,7 @@ class LoopbackSshd:
 
     def processes(self) -> dict[int, str]:
         """What runs for those who came in through this sshd."""
-        found, mark = {}, f"ODTEST_MARK={self.mark}".encode()
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # Ended meanwhile, or another user's.
-                if mark in (path / "environ").read_bytes().split(b"\0"):
-                    text = (path / "cmdline").read_bytes().replace(b"\0", b" ")
-                    found[int(path.name)] = text.decode(errors="replace")
-        return found
+        return marked("ODTEST_MARK", self.mark)
 
     @staticmethod
     def _privileges(stack: contextlib.ExitStack) -> None:

@@ -11,11 +11,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from watch import command, environments, pids, wait_until
 
 import odsgd_kvstore
 
@@ -23,32 +24,7 @@ ROOT = Path(odsgd_kvstore.__file__).absolute().parents[1]
 DIGITS = str(Path(__file__).with_name("digits_weights.py"))
 LAUNCH = (sys.executable, "-m", "odsgd_kvstore.launch")
 LIMIT_S = 180
-PAUSE_S = 0.05
-
-
-def wait_until(condition: Callable, what: str, limit_s: float = LIMIT_S):
-    """Return the first true value of `condition()`."""
-    deadline, pause = time.monotonic() + limit_s, threading.Event()
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        pause.wait(PAUSE_S)  # So that it takes no processor time from the job.
-    pytest.fail(f"not within {limit_s} s: {what}")
-
-
-def wait_until_none(processes: Callable, where: str) -> None:
-    """Wait until nothing runs any more."""
-    left = []
-
-    def none() -> bool:
-        left[:] = [processes()]
-        return not left[0]
-
-    try:
-        wait_until(none, "")
-    except pytest.fail.Exception:
-        pytest.fail(f"still running {where}: {left[0]}")
+MARK = "MXNET_ODTEST_MARK"  # A variable that is forwarded to other hosts.
 
 
 def train(*args: str) -> tuple[str, ...]:
@@ -141,16 +117,20 @@ class Job:
                 pytest.fail(f"ended without {pattern!r}: {self.finish()}")
             return match
 
-        return wait_until(found, pattern)
+        return wait_until(found, pattern, LIMIT_S)
 
     def shows(self, secret: str) -> bool:
         """Wait for the end; whether a command line or its output ever had a text."""
         found, count = False, 0
         while self.popen.poll() is None:  # As often as possible, from start to end.
-            found = found or secret in command_lines() + self.text(0) + self.text(1)
+            found = found or secret in self._seen()
             count += 1
         assert count > 10
         return found
+
+    def _seen(self) -> str:
+        """What anybody on this machine may read at the moment."""
+        return "\n".join([*map(command, pids()), self.text(0), self.text(1)])
 
     def finish(self) -> Result:
         """Wait for the end."""
@@ -172,32 +152,12 @@ class Job:
             file.close()
 
 
-def command_lines() -> str:
-    """The command lines of all processes of the machine."""
-    texts = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # Ended meanwhile.
-            texts.append(path.read_bytes().decode(errors="replace"))
-    return "\n".join(texts)
+def roles(kind: str, mark: str) -> dict[int, dict[str, str]]:
+    """Pid and variables of the roles of a kind whose MARK has this value."""
+    found = environments(MARK, mark)
+    return {pid: env for pid, env in found.items() if env.get("DMLC_ROLE") == kind}
 
 
-def environments(kind: str, mark: str) -> list[dict[str, str]]:
-    """The environments of the processes of a role that carry a mark."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            text = path.read_bytes().decode(errors="replace")
-            env = dict(x.partition("=")[::2] for x in text.split("\0") if x)
-            if env.get("DMLC_ROLE") == kind and mark in text:
-                found.append({**env, "pid": path.parent.name})
-    return found
-
-
-def marked(mark: str) -> list[int]:
-    """Pids of the living processes with a mark in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+def workers(mark: str) -> dict[int, int]:
+    """The pid of each worker of a mark, by rank."""
+    return {int(e["DMLC_WORKER_ID"]): pid for pid, e in roles("worker", mark).items()}

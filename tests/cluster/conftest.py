@@ -12,7 +12,8 @@ import pytest
 from bed_hosts import Hosts
 from bed_slurm import Slurm
 from bed_sshd import LoopbackSshd
-from cluster_jobs import LAUNCH, Job, train, wait_until_none
+from cluster_jobs import LAUNCH, LIMIT_S, Job, train
+from watch import wait_until_none
 
 FOLDER = Path(__file__).parent
 ENABLED = os.environ.get("ODSGD_TEST_CLUSTER") == "1"
@@ -165,4 +166,4 @@ def over_ssh(hosts, start, tmp_path):
 
     yield start_job
     start.close()
-    wait_until_none(hosts.processes, "on the hosts")
+    wait_until_none(hosts.processes, "on the hosts", LIMIT_S)

@@ -4,9 +4,11 @@ import os
 import re
 import shlex
 import signal
+import uuid
 
 import pytest
-from cluster_jobs import LAUNCH, environment, environments, train, wait_until_none
+from cluster_jobs import LAUNCH, LIMIT_S, MARK, environment, train, workers
+from watch import wait_until_none
 
 SLURM = (*LAUNCH, "--launcher", "slurm", "-n", "2", "-s", "1")
 LONG = ("--steps", "1000000")
@@ -16,16 +18,17 @@ SOON = {"limit_s": 100}
 @pytest.fixture
 def run(slurm, start):
     """Start programs of Slurm's; at the end no job is left."""
-    mark = f"odtest-{os.getpid()}"
-    env = environment(MXNET_ODTEST_MARK=mark, **slurm.env)
+    mark = uuid.uuid4().hex
+    env = environment(**{MARK: mark}, **slurm.env)
 
     def start_job(*argv, key="", **options):
         more = {"ODSGD_KEY": key} if key else {}
         return start(*argv, env={**env, **more}, **options)
 
+    start_job.mark = mark
     yield start_job
     start.close()
-    wait_until_none(slurm.processes, "in Slurm")
+    wait_until_none(slurm.processes, "in Slurm", LIMIT_S)
 
 
 def test_native_srun(run, expected):
@@ -69,9 +72,7 @@ def test_the_exit_status_is_that_of_the_first_role_to_fail(run):
 def test_a_killed_worker(run):
     job = run("srun", "--ntasks=4", *SLURM, *train(*LONG))
     job.wait_for("TRAINING 1")
-    envs = environments("worker", f"odtest-{os.getpid()}")
-    pids = [int(env["pid"]) for env in envs if env["DMLC_WORKER_ID"] == "1"]
-    os.kill(pids[-1], signal.SIGKILL)
+    os.kill(workers(run.mark)[1], signal.SIGKILL)
     result = job.finish()
     assert result.code not in (0, -9), result
     text = result.output + result.errors
@@ -83,7 +84,7 @@ def test_scancel(run, slurm):
     job.wait_for("TRAINING 1")
     slurm.run("scancel", "--state=RUNNING")
     assert job.finish().code != 0
-    wait_until_none(slurm.processes, "in Slurm")
+    wait_until_none(slurm.processes, "in Slurm", LIMIT_S)
 
 
 def test_kill_of_srun(run, slurm):
@@ -91,8 +92,7 @@ def test_kill_of_srun(run, slurm):
     job.wait_for("TRAINING 1")
     job.popen.send_signal(signal.SIGKILL)
     job.finish()
-    slurm.run("scancel", "--state=RUNNING")
-    wait_until_none(slurm.processes, "in Slurm")
+    wait_until_none(slurm.processes, "in Slurm", LIMIT_S)
 
 
 def test_two_nodes(slurm_of_two, start, hosts, expected):

@@ -3,37 +3,25 @@
 import os
 import re
 import signal
+import uuid
 
 import pytest
-from cluster_jobs import (
-    LAUNCH,
-    environment,
-    environments,
-    train,
-    wait_until,
-    wait_until_none,
-)
+from cluster_jobs import LAUNCH, MARK, environment, train, workers
 from test_ssh_training import TWO
+from watch import wait_until, wait_until_none
 
 LONG = ("--steps", "1000000")
 BOTH = ["alpha", "beta"]
+# All roles end within 30 s after the launcher, says the page; here they start to look
+# for it, and are looked for, on a busy machine.
+GONE_S = 30 + 10
 
 
-def workers(mark):
-    """The workers' processes that carry a mark, by rank, once they run the script."""
-
-    def found():
-        envs = environments("worker", mark)
-        ranks = {int(env["DMLC_WORKER_ID"]): int(env["pid"]) for env in envs}
-        return ranks if len(ranks) == 2 else None
-
-    return wait_until(found, "two workers")
-
-
-def long_job(over_ssh, mark, *options, lines=BOTH):
+def long_job(over_ssh):
     """A job that trains, and would do so for hours."""
-    env = environment(MXNET_ODTEST_MARK=mark)
-    job = over_ssh(lines, *TWO, *options, *train(*LONG), env=env)
+    mark = uuid.uuid4().hex
+    job = over_ssh(BOTH, *TWO, *train(*LONG), env=environment(**{MARK: mark}))
+    job.mark = mark
     job.wait_for("TRAINING 0")
     job.wait_for("TRAINING 1")
     return job
@@ -50,7 +38,7 @@ def test_a_signal_to_the_launcher(over_ssh, hosts, name):
     job.popen.send_signal(number)
     result = job.finish()
     assert result.code == (-9 if name == "SIGKILL" else 128 + number), result
-    wait_until_none(hosts.processes, "on the hosts")
+    wait_until_none(hosts.processes, "on the hosts", GONE_S)
 
 
 def test_kill_of_the_launcher_on_loopback(loopback, start, tmp_path):
@@ -62,7 +50,7 @@ def test_kill_of_the_launcher_on_loopback(loopback, start, tmp_path):
     assert len(loopback.processes()) >= 5
     job.popen.kill()
     job.finish()
-    wait_until_none(loopback.processes, "on loopback")
+    wait_until_none(loopback.processes, "on loopback", GONE_S)
 
 
 def test_a_signal_while_the_hosts_are_asked(over_ssh, hosts):
@@ -73,8 +61,8 @@ def test_a_signal_while_the_hosts_are_asked(over_ssh, hosts):
 
 
 def test_a_killed_worker_is_named_with_its_host(over_ssh, hosts):
-    job = long_job(over_ssh, "kill")
-    os.kill(workers("kill")[1], signal.SIGKILL)
+    job = long_job(over_ssh)
+    os.kill(workers(job.mark)[1], signal.SIGKILL)
     result = job.finish()
     assert result.code == 137, result
     named = re.search(r"odsgd-launch: (.*)", result.errors)[1]
@@ -98,16 +86,16 @@ def test_the_time_limit(over_ssh):
 
 
 def test_a_host_that_disappears(over_ssh, hosts):
-    job = long_job(over_ssh, "vanish")
+    job = long_job(over_ssh)
     with hosts["beta"].vanished():
         result = job.finish()
         assert result.code not in (0, -9), result
         assert "beta" in result.errors
-        wait_until_none(hosts.processes, "on the hosts")
+        wait_until_none(hosts.processes, "on the hosts", GONE_S)
 
 
 def test_of_two_jobs_one_is_stopped_and_the_other_survives(over_ssh, hosts, expected):
-    first = long_job(over_ssh, "first")
+    first = long_job(over_ssh)
     second = over_ssh(BOTH, *TWO, *train())
     second.wait_for("TRAINING 0")
     first.popen.send_signal(signal.SIGTERM)

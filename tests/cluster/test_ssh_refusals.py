@@ -25,25 +25,27 @@ def refuse(job, *texts):
 
 
 @pytest.mark.parametrize(
-    "alias, text",
+    "alias, reason, advice",
     [
-        ("changed-key", "Host key verification failed"),
-        ("unknown-key", "Host key verification failed"),
-        ("no-key", "Permission denied"),
-        ("absent", "absent"),
-        ("no-such-name.invalid", "Could not resolve hostname"),
-        ("alpha:2223", "Connection refused"),
+        ("changed-key", "Host key verification failed", "by hand (ssh changed-key)"),
+        ("unknown-key", "Host key verification failed", "by hand (ssh unknown-key)"),
+        ("no-key", "Permission denied", "ssh-copy-id no-key"),
+        ("absent", "No route to host", "check with ssh absent true"),
+        ("no-such-name.invalid", "Could not resolve hostname", "check the name in the"),
+        ("alpha:2223", "Connection refused", "check the port in the host file"),
     ],
 )
-def test_no_connection(over_ssh, alias, text):
+def test_no_connection(over_ssh, alias, reason, advice):
     job = over_ssh(["alpha", alias], *TWO, *train(), **SOON)
-    refuse(job, text, alias.partition(":")[0])
+    refuse(job, f"{alias}: the connection ended", reason, advice)
 
 
 def test_a_host_that_swallows_packets(over_ssh, hosts):
-    with hosts["beta"].vanished():
+    with hosts["beta"].firewall("meta l4proto tcp"):
         job = over_ssh(["alpha", "beta"], *TWO, *train(), **SOON)
-        refuse(job, "beta")
+        refuse(
+            job, "beta: the connection ended", "timed out", "check with ssh beta true"
+        )
 
 
 def test_an_old_version_on_a_host(over_ssh, hosts, tmp_path):

@@ -3,12 +3,13 @@
 import os
 import re
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
 from bed_hosts import BANNER
 from bed_tools import need
-from cluster_jobs import DIGITS, LAUNCH, environment, environments, train
+from cluster_jobs import DIGITS, LAUNCH, MARK, environment, roles, train
 
 TWO = ("-n", "2", "-s", "1")
 
@@ -73,10 +74,10 @@ def test_environment_arguments_and_folder_arrive(over_ssh, hosts, expected, tmp_
     folder = tmp_path / 'it\'s a "folder"; $HOME `x` ü'
     folder.mkdir()
     words = ["two words", "it's", '"quoted"', "$HOME", "a;b|c&d", "*", "", "\\", "ü\n2"]
-    key, mark = "k" * 40, "mark of the environment's test"
+    key, mark = "k" * 40, uuid.uuid4().hex
     env = environment(
         MXNET_CPU_WORKER_NTHREADS="2", ODSGD_KEY=key, MINE2="kept", LD_LIBRARY_PATH="/x y",
-        PS_VERBOSE="0", MXNET_ODTEST_MARK=mark, MINE_NOT="stays here",
+        PS_VERBOSE="0", MINE_NOT="stays here", **{MARK: mark},
     )  # fmt: skip
     env["PYTHONPATH"] += os.pathsep + str(tmp_path / "my modules")
     options = ["--env", "MINE=it's $HOME", "--env", "MINE2", "--env-worker", "MINE3:w"]
@@ -86,7 +87,7 @@ def test_environment_arguments_and_folder_arrive(over_ssh, hosts, expected, tmp_
         env=env, cwd=folder,
     )  # fmt: skip
     job.wait_for("TRAINING")
-    servers = environments("server", mark)
+    servers = roles("server", mark).values()
     assert not job.shows(key)
     reports = job.finish().check(expected)
     for report in reports.values():
@@ -97,7 +98,7 @@ def test_environment_arguments_and_folder_arrive(over_ssh, hosts, expected, tmp_
         assert str(tmp_path / "my modules") in report["path"]
         assert env["MXNET_CPU_WORKER_NTHREADS"] == "2"
         assert env["LD_LIBRARY_PATH"].endswith("/x y")  # Modules may add to it.
-        assert env["MXNET_ODTEST_MARK"] == mark
+        assert env[MARK] == mark
         assert (env["MINE"], env["MINE2"], env["MINE3"]) == ("it's $HOME", "kept", "w")
         assert "MINE_NOT" not in env
         assert report["has_key"]

@@ -28,6 +28,8 @@ import odsgd_kvstore
 from odsgd_kvstore.testing import run_local
 
 LIMIT_S = 120
+
+
 class Net(gluon.HybridBlock):
     """Two parameters under a linear loss."""
 

@@ -10,7 +10,7 @@ import pytest
 
 import odsgd_kvstore
 from odsgd_kvstore.errors import LaunchError
-from odsgd_kvstore.launch.bandwidth import Link, choose_addresses
+from odsgd_kvstore.launch.bandwidth import Link, link_addresses
 from odsgd_kvstore.launch.network import Network
 
 ROOT = Path(odsgd_kvstore.__file__).absolute().parents[1]
@@ -45,7 +45,7 @@ def result(tmp_path_factory):
 def links_work():
     """Whether this machine lets us limit the rate of links."""
     try:
-        Network([Link(choose_addresses(1)[0], 10**6)]).close()
+        Network([Link(link_addresses(1)[0], 10**6)]).close()
     except LaunchError:
         return False
     return True

@@ -10,7 +10,7 @@ import pytest
 
 import odsgd_kvstore
 from odsgd_kvstore.errors import LaunchError
-from odsgd_kvstore.launch.bandwidth import Link, choose_addresses
+from odsgd_kvstore.launch.bandwidth import Link, link_addresses
 from odsgd_kvstore.launch.network import Network
 
 ROOT = Path(odsgd_kvstore.__file__).absolute().parents[1]
@@ -34,7 +34,7 @@ sys.exit(main((saturating, free), Path(sys.argv[1]), resume=False, show_goals=Tr
 def result(tmp_path_factory):
     """What a tiny run wrote."""
     try:
-        Network([Link(choose_addresses(1)[0], 10**6)]).close()
+        Network([Link(link_addresses(1)[0], 10**6)]).close()
     except LaunchError as error:
         pytest.skip(f"this machine cannot limit the rate of links: {error}")
     path = tmp_path_factory.mktemp("scaling") / "results" / "scaling"

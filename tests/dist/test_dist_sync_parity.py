@@ -101,9 +101,13 @@ def fit(kvstore):
         seen.append({k: v.asnumpy() for k, v in module.get_params()[0].items()})
 
     module.fit(
-        mx.io.NDArrayIter(data, label, MODULE_BATCH), num_epoch=EPOCHS, kvstore=kvstore,
-        optimizer="sgd", optimizer_params=OPTIMIZERS["sgd"].items(),
-        initializer=mx.init.Xavier(), batch_end_callback=record,
+        mx.io.NDArrayIter(data, label, MODULE_BATCH),
+        num_epoch=EPOCHS,
+        kvstore=kvstore,
+        optimizer="sgd",
+        optimizer_params=OPTIMIZERS["sgd"].items(),
+        initializer=mx.init.Xavier(),
+        batch_end_callback=record,
     )
     return seen
 

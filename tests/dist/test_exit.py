@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from watch import marked
 
 ROOT = Path(__file__).absolute().parents[2]
 LIMIT_S = 120
@@ -51,18 +52,6 @@ while True:
 AS_SCRIPT, AS_MODULE = [], ["-m", "odsgd_kvstore"]
 
 
-def marked(marker):
-    """Command lines of live processes with `marker` in their environment, by pid."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker.encode() in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_bytes()
-        except OSError:
-            pass  # ended meanwhile, a zombie, or another user's
-    return found
-
-
 class Job:
     """A launcher of 2 workers and 1 server; all that it starts carries a marker."""
 
@@ -87,7 +76,7 @@ class Job:
             self.popen.terminate()  # the launcher ends its roles
             out, errors = self.popen.communicate(timeout=LIMIT_S)
             pytest.fail(f"the job hung: {out[-2000:]} {errors[-2000:]}")
-        assert marked(self.marker) == {}
+        assert marked("MARKER", self.marker) == {}
         first = int(re.search(r"\] port (\d+)", out).group(1))
         assert not [i for i in range(4) if os.path.lexists(f"/tmp/{first + i}")]
         return self.popen.returncode, out, errors

@@ -10,15 +10,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
+import threading
 import uuid
 from pathlib import Path
 
 import pytest
+from watch import marked, wait_until_none
 
 import odsgd_kvstore
 
 ROOT = Path(odsgd_kvstore.__file__).absolute().parents[1]
+TESTS = str(Path(__file__).absolute().parents[1])
 LIMIT_S = 90
 # Like ssh it drops the caller's environment and folder, and a login shell says hello.
 SSH = """#!/bin/sh
@@ -68,7 +70,6 @@ def place(tmp_path):
     bin_folder.mkdir()
     (bin_folder / "ssh").write_text(SSH)
     (bin_folder / "ssh").chmod(0o755)
-    (tmp_path / "hosts").write_text("alpha # the first\r\n\r\nbeta slots=1\n")
     (tmp_path / "hosts").write_text("alpha # the first\r\n\r\nbeta\n")
     (tmp_path / "down").write_text("alpha\ndown\n")
     (tmp_path / "train it.py").write_text(TRAIN)
@@ -82,9 +83,10 @@ def environment(place, **more):
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **more}
 
 
+@contextlib.contextmanager
 def start(place, *args, **more):
-    """Start the launcher."""
-    return subprocess.Popen(
+    """Start the launcher; it is killed after a time limit, and in the end."""
+    with subprocess.Popen(
         [sys.executable, "-m", "odsgd_kvstore.launch", *args],
         cwd=place,
         env=environment(place, **more),
@@ -92,16 +94,20 @@ def start(place, *args, **more):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
+    ) as process:
+        timer = threading.Timer(LIMIT_S, process.kill)
+        timer.start()
+        try:
+            yield process
+        finally:
+            timer.cancel()
+            process.kill()
 
 
 def run(place, *args, **more):
     """Exit code and output of the launcher."""
     with start(place, *args, **more) as process:
-        try:
-            output, _ = process.communicate(timeout=LIMIT_S)
-        finally:
-            process.kill()
+        output, _ = process.communicate()
     return process.returncode, output
 
 
@@ -133,55 +139,33 @@ def test_weights_and_surroundings_are_those_of_the_local_launcher(place):
     assert re.search(r"^worker +1 +beta +\d+ ", there, re.MULTILINE)
 
 
-def marked(marker):
-    """Pids of the live processes with `marker` in their environment."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if marker.encode() in file.read_bytes():
-                found.append(int(file.parent.name))
-    return found
-
-
-def wait_until(condition, what):
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        if condition():
-            return
-        os.sched_yield()
-    pytest.fail(f"not within {LIMIT_S} s: {what}")
-
-
 @pytest.mark.parametrize(
     "number, code",
     [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)],
 )
 def test_nothing_stays_when_the_launcher_ends(place, number, code):
-    marker = f"mark-{uuid.uuid4()}"
+    marker = uuid.uuid4().hex
     options = [*over_ssh(), "--env", f"MARKER={marker}"]
     with start(place, *options, sys.executable, "stay.py") as process:
-        try:
-            seen = []
-            while sum("stays" in line for line in seen) < 2:
-                line = process.stdout.readline()
-                assert line, seen
-                seen.append(line)
-            assert len(marked(marker)) >= 7  # Three roles that serve, two with a child.
-            process.send_signal(number)
-            assert process.wait(LIMIT_S) == code
-        finally:
-            process.kill()
-    wait_until(lambda: not marked(marker), "all roles have ended")
+        seen = []
+        while sum("stays" in line for line in seen) < 2:
+            line = process.stdout.readline()
+            assert line, seen
+            seen.append(line)
+        # Three roles that serve, two with a child.
+        assert len(marked("MARKER", marker)) >= 7
+        process.send_signal(number)
+        assert process.wait(LIMIT_S) == code
+    wait_until_none(lambda: marked("MARKER", marker), "(all roles)")
 
 
 def test_the_key_is_in_no_command_line(place):
-    code, output = run(
-        place, *over_ssh(), sys.executable, "-c",
-        "import glob, os\n"
-        "key = os.environ['ODSGD_KEY'].encode()\n"
-        "found = [open(f, 'rb').read() for f in glob.glob('/proc/[0-9]*/cmdline')]\n"
-        "print('key', len(key), sum(key in text for text in found))",
-    )  # fmt: skip
+    script = (
+        "import os, sys; sys.path.append(sys.argv[1]); import watch\n"
+        "key, found = os.environ['ODSGD_KEY'], map(watch.command, watch.pids())\n"
+        "print('key', len(key), sum(key in text for text in found))"
+    )
+    code, output = run(place, *over_ssh(), sys.executable, "-c", script, TESTS)
     assert code == 0, output
     assert lines(output, "key") == ["64 0", "64 0"]
 

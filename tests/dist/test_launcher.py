@@ -1,6 +1,5 @@
 """The launcher with real processes: it ends them all, whatever happens."""
 
-import contextlib
 import os
 import re
 import select
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from watch import marked, wait_until, wait_until_none
 
 from odsgd_kvstore.launch import processes
 from odsgd_kvstore.launch.commands import Role
@@ -36,40 +36,23 @@ print("ranks", store.rank, os.environ["DMLC_WORKER_ID"], out.asnumpy().tolist())
 """
 
 
-def wait_until(condition, what):
-    """Return the first true value of `condition()`."""
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        os.sched_yield()
-    pytest.fail(f"not within {LIMIT_S} s: {what}")
-
-
-def marked(marker):
-    """Pids of the live processes with `marker` in their environment."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # Ended meanwhile, or another user's.
-            if marker in file.read_bytes():
-                found.append(int(file.parent.name))
-    return found
-
-
 class Launcher:
     """`odsgd-launch` as a process; all that it starts carries a marker."""
 
     def __init__(self, *args, start=("-m", "odsgd_kvstore.launch"), stdout=-1):
-        self.marker, self.lines = uuid.uuid4().hex.encode(), []
+        self.marker, self.lines = uuid.uuid4().hex, []
         env = {k: v for k, v in os.environ.items() if not k.startswith("DMLC_")}
-        env.update(LAUNCH_TEST=self.marker.decode(), PYTHONPATH=str(ROOT))
+        env.update(LAUNCH_TEST=self.marker, PYTHONPATH=str(ROOT))
         command = [sys.executable, *start, *args]
         self.popen = subprocess.Popen(
             command, env=env, bufsize=0, stdout=stdout, stderr=subprocess.PIPE
         )
         self.timer = threading.Timer(LIMIT_S, self.popen.kill)
         self.timer.start()
+
+    def processes(self):
+        """Pid and command of what still runs of it."""
+        return marked("LAUNCH_TEST", self.marker)
 
     def wait_for(self, pattern):
         """Read the output up to a line that matches."""
@@ -98,7 +81,7 @@ def launch():
         return started[-1]
 
     yield start
-    left = [marked(launcher.marker) for launcher in started]
+    left = [launcher.processes() for launcher in started]
     for pid in set().union(*left):
         os.kill(pid, signal.SIGKILL)
     assert not any(left)
@@ -188,7 +171,8 @@ def test_a_signal_ends_a_running_job(launch, number):
 @pytest.mark.parametrize("others", [1, 3, 5])
 def test_a_signal_ends_a_starting_job(launch, number, others):
     job = launch("-n4", "--stock-servers", *STAY)
-    wait_until(lambda: len(marked(job.marker)) > others, "the first processes")
+    is_started = lambda: len(job.processes()) > others
+    wait_until(is_started, "the first processes", pause_s=0)  # Before the others.
     job.popen.send_signal(number)
     code, _, errors = job.finish()
     assert code == 128 + number, errors
@@ -213,7 +197,7 @@ def test_kill_of_the_launcher_leaves_no_process_and_no_socket(launch):
     port = job.wait_for(r"\] port (\d+)").group(1)
     wait_until(lambda: sockets_of(port), "the scheduler's socket")
     job.popen.kill()
-    wait_until(lambda: not marked(job.marker), "the end of all roles")
+    wait_until_none(job.processes, "(all roles)")
     assert job.finish()[0] == -signal.SIGKILL
     assert sockets_of(port) == []
 
@@ -316,10 +300,11 @@ def test_workers_may_go_on_when_all_servers_ended_well():
 
 
 def test_a_worker_that_ignores_term_is_killed_with_its_children(monkeypatch):
-    monkeypatch.setenv("LAUNCH_TEST", "stubborn-job")
+    marker = uuid.uuid4().hex
+    monkeypatch.setenv("LAUNCH_TEST", marker)
     result, _, _ = run(shell("trap '' TERM; sleep 1000 & wait"), timeout=1)
     assert (result.exit_code, result.timed_out) == (124, True)
-    assert "worker 0" in result.message and not marked(b"stubborn-job")
+    assert "worker 0" in result.message and not marked("LAUNCH_TEST", marker)
 
 
 def test_a_child_outside_the_group_does_not_hold_up_the_end():

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from linear import backward, global_values, make_params, rank, sgd_params, values
-from test_launcher import Launcher, marked, wait_until
+from test_launcher import Launcher
+from watch import marked, wait_until
 
 import odsgd_kvstore
 from odsgd_kvstore.errors import LaunchError
@@ -99,7 +100,7 @@ def launch():
         return started[-1]
 
     yield start
-    left = [marked(launcher.marker) for launcher in started]
+    left = [marked("LAUNCH_TEST", launcher.marker) for launcher in started]
     for pid in set().union(*left):
         os.kill(pid, signal.SIGKILL)
     assert not any(left)
@@ -193,7 +194,7 @@ def test_each_role_has_its_own_network_with_limits_in_force():
 
 
 def test_switch_limits_what_each_role_receives():
-    links = [bandwidth.Link(a, 40_000_000) for a in bandwidth.choose_addresses(3)]
+    links = [bandwidth.Link(a, 40_000_000) for a in bandwidth.link_addresses(3)]
     network = Network(links)
     try:
         entry, files = network.switch_entry()
@@ -240,7 +241,7 @@ def test_roles_have_the_callers_user_files_and_environment(
     seen = [json.loads(x.split("] ")[1]) for x in lines if x.startswith("[worker")]
     assert len({s.pop("network") for s in seen}) == 2
     expected = {"user": 1234 if user == "other" else os.getuid()}
-    expected.update(folder=str(tmp_path), inherited=job.marker.decode())
+    expected.update(folder=str(tmp_path), inherited=job.marker)
     if user == "other" or os.getuid() != 0:
         expected["rights"] = 0
     assert [{**s, **expected} for s in seen] == seen
@@ -258,9 +259,12 @@ def test_kill_of_the_launcher_leaves_nothing(launch, user):
         start=start,
     )  # fmt: skip
     job.wait_for("] on$")
-    wait_until(lambda: len(marked(job.marker)) >= 7, "launcher, guard, roles, child")
+    wait_until(
+        lambda: len(marked("LAUNCH_TEST", job.marker)) >= 7,
+        "launcher, guard, roles, child",
+    )
     job.popen.kill()
-    wait_until(lambda: not marked(job.marker), "the end of all roles")
+    wait_until(lambda: not marked("LAUNCH_TEST", job.marker), "the end of all roles")
     assert job.finish()[0] == -signal.SIGKILL
 
 
@@ -268,7 +272,9 @@ def test_kill_of_the_launcher_leaves_nothing(launch, user):
 @pytest.mark.parametrize("others", [1, 3])
 def test_a_signal_ends_a_starting_job(launch, number, others):
     job = launch("-n4", "--stock-servers", "sleep", "1000")
-    wait_until(lambda: len(marked(job.marker)) > others, "the first processes")
+    wait_until(
+        lambda: len(marked("LAUNCH_TEST", job.marker)) > others, "the first processes"
+    )
     job.popen.send_signal(number)
     assert job.finish()[0] == 128 + number
 

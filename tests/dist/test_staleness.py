@@ -122,9 +122,7 @@ def constant_pushes(warmup_steps, pushes=10, rate=0.125, gradient=0.5):
 
 def many_cases():
     return {
-        "none, warm-up 3": seen_versions(
-            STEPS, local_optimizer="none", warmup_steps=3
-        ),
+        "none, warm-up 3": seen_versions(STEPS, local_optimizer="none", warmup_steps=3),
         "none, warm-up 0": seen_versions(
             STEPS, local_optimizer="none", warmup_steps=0, read_global=True
         ),

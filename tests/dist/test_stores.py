@@ -155,8 +155,11 @@ def two_trainers(steps=10):
 
 def alone(name, which, steps=10):
     """The same run of one trainer by MXNet's own optimizer in one process."""
-    weight, updater = mx.nd.ones(SHAPE), mx.optimizer.get_updater(
-        mx.optimizer.create(name, rescale_grad=0.5, **RULES[name])
+    weight, updater = (
+        mx.nd.ones(SHAPE),
+        mx.optimizer.get_updater(
+            mx.optimizer.create(name, rescale_grad=0.5, **RULES[name])
+        ),
     )
     seen = []
     for step in range(steps):

@@ -6,10 +6,10 @@ import signal
 import sys
 import threading
 import uuid
-from pathlib import Path
 
 import mxnet as mx
 import pytest
+from watch import environments, marked
 
 import odsgd_kvstore  # noqa: F401 (registers the type)
 from odsgd_kvstore.errors import JobError, JobTimeout, ODSGDError
@@ -54,24 +54,12 @@ def wait_for_nothing():
     threading.Event().wait()
 
 
-def marked(marker):
-    """Pids and command lines of live processes with `marker` in their environment."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_bytes()
-        except OSError:
-            pass  # ended meanwhile, a zombie, or another user's
-    return found
-
-
 @pytest.fixture
 def marker():
     """Put into the environment of a job; nothing that has it may be left."""
     text = uuid.uuid4().hex
     yield text
-    assert marked(text.encode()) == {}
+    assert marked("TEST_MARKER", text) == {}
 
 
 def run(fn, marker, timeout=LIMIT_S, **kwargs):
@@ -171,9 +159,10 @@ def test_a_server_that_is_killed_ends_the_job_and_is_named(marker, tmp_path):
     assert select.select([fifo], [], [], LIMIT_S)[0], "the job did not start"
     os.close(fifo)
     servers = [
-        pid for pid in marked(marker.encode())
-        if b"DMLC_ROLE=server\0" in Path(f"/proc/{pid}/environ").read_bytes()
-    ]  # fmt: skip
+        pid
+        for pid, env in environments("TEST_MARKER", marker).items()
+        if env["DMLC_ROLE"] == "server"
+    ]
     assert len(servers) == 1
     os.kill(servers[0], signal.SIGKILL)
     thread.join(LIMIT_S)
@@ -212,10 +201,8 @@ def test_variables_reach_all_roles(marker, tmp_path):
         store = mx.kv.create("dist_odsgd")
         store._barrier()
         seen = {}
-        for pid in marked(marker.encode()):
-            pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            env = dict(pair.split(b"=", 1) for pair in pairs if b"=" in pair)
-            place = env[b"DMLC_ROLE"].decode(), env[b"TEST_MARKER"].decode()
+        for env in environments("TEST_MARKER", marker).values():
+            place = env["DMLC_ROLE"], env["TEST_MARKER"]
             seen[place] = seen.get(place, 0) + 1
         store._barrier()
         return seen

@@ -283,8 +283,13 @@ def test_name_that_kubernetes_refuses_is_refused(name):
         manifest(settings(), name=name)
 
 
+def test_more_pods_than_a_job_of_kubernetes_has_are_refused():
+    with pytest.raises(LaunchError, match="-s 100001; .* at most 100,000 pods"):
+        manifest(settings(1, 100_001))
+
+
 @pytest.mark.parametrize(
-    ("num_workers", "num_servers"), [(1, 1), (1000, 1), (1, 100000), (10**9, 1)]
+    ("num_workers", "num_servers"), [(1, 1), (1000, 1), (1, 100_000)]
 )
 def test_longest_name_fits_and_one_more_is_refused(num_workers, num_servers):
     job = settings(num_workers, num_servers)

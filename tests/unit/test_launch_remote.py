@@ -109,8 +109,11 @@ def test_a_lost_host_ends_every_wait_with_the_reason(host):
 def test_a_silent_host_counts_as_lost():
     ours, theirs = Pipe()
     remote = RemoteAgent("node", ours, ours, 0.1)
+    say(theirs, op="hello", version=__version__, pid=1)
+    remote.greet(LIMIT_S)
+    say(theirs, op="alive")
     with pytest.raises(LaunchError, match="nothing was heard of this host for 0.1 s"):
-        remote.greet(LIMIT_S)
+        remote.ask("report", LIMIT_S)
     theirs.close()
 
 
@@ -206,3 +209,17 @@ def test_logs_keep_what_is_no_unicode(tmp_path):
     with open(path) as file:
         assert file.read() == "a\\udcffb\n"
     assert seen == ["a\udcffb"]
+
+
+def test_what_a_shell_says_before_the_mark_is_kept_apart():
+    read, write = os.pipe()
+    stream = ssh._Stream(read, b"\nmark\n")
+    text = b"x" * 100_000 + b"\nhello"
+    os.write(write, text[:60_000])
+    os.write(write, text[60_000:] + b"\nma")
+    os.write(write, b"rk\nfirst")
+    os.close(write)
+    with open(stream.fd, "rb") as file:
+        assert file.read() == b"first"
+    assert stream.before.endswith(b"hello") and len(stream.before) <= ssh.MOST_BEFORE
+    os.close(read)

@@ -1,5 +1,6 @@
 """What the pages about the launchers say: their commands run, their options exist."""
 
+import ast
 import os
 import re
 import shlex
@@ -23,6 +24,20 @@ BY_HAND += ("DMLC_NUM_SERVER", "ODSGD_KEY_FILE")
 STARTED_BY = {"mpirun": "mpi", "mpiexec": "mpi", "srun": "slurm"}
 ENDS = {"|", ">", "<", "&", ";", "&&", "||", ")"}
 ASKED_FOR_HELP = {"-h", "--help"}
+# What the tables of what goes wrong quote, and others say; all else we say.
+OF_OTHERS = {
+    "local": {"odsgd-launch: command not found", "import mxnet"},
+    "mpi": {"There are not enough slots available"},
+    "slurm": {"step creation temporarily disabled", "Requested nodes are busy"},
+    "kubernetes": {
+        "CreateContainerConfigError", "InvalidImageName", "ErrImagePull", "Pending",
+        "field is immutable", "Bus error", "kubectl wait", "libcuda.so.1",
+    },
+}  # fmt: skip
+VARIABLE = re.compile(
+    r"(?<!\w)'[^']*'(?!\w)|\{[^{}]*\}|DMLC_[A-Z_]*(\.\.\.)?|\.\.\.|\bnode\d\b"
+    r"|(?<=it has )MXNet|\b(mpirun|srun)(?= started)|ranks \d+(, \d+)*|\b\d+(\.\d+)*\b"
+)
 
 
 def options(hidden):
@@ -72,6 +87,37 @@ def inline_code(page):
         r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL
     )
     return re.findall(r"`([^`]+)`", text)
+
+
+def quoted(page):
+    """The messages in the table of what goes wrong."""
+    table = page.read_text().partition("## What goes wrong")[2]
+    cells = re.findall(r"^\| (.*?) \| .* \|$", table, re.MULTILINE)
+    return {message for cell in cells for message in re.findall(r"`([^`]+)`", cell)}
+
+
+def messages():
+    """Every text of the package's sources, with <> in place of each variable."""
+    for path in DOCS.parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield general("".join(map(piece, node.values)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield general(node.value)
+
+
+def piece(node):
+    """A part of an f-string; what adds the plural's s is written as it."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    inner = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant))
+    return "s" if "s" in inner else "{}"
+
+
+def general(text):
+    """A text without what differs from one time to the next."""
+    text = re.sub(r"\b1 rank\b", "2 ranks", text)
+    return " ".join(VARIABLE.sub("<>", text).split())
 
 
 COMMANDS = [
@@ -227,6 +273,16 @@ def test_table_of_options_says_for_which_launchers_they_are():
         if said[flag] == {"all", "but", "kubernetes"}:
             said[flag] = set(cli.LAUNCHERS) - {"kubernetes"}
         assert said[flag] == set(launchers), flag
+
+
+def test_quoted_messages_are_those_of_the_sources():
+    texts = set(messages())
+    for page in PAGES:
+        others = OF_OTHERS.get(page.stem, set())
+        assert others <= quoted(page), page.name
+        for message in quoted(page) - others:
+            said = general(message.rstrip(" ."))
+            assert any(said in text for text in texts), f"{page.name}: {message}"
 
 
 def test_links_lead_somewhere():

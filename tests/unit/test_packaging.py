@@ -224,7 +224,15 @@ def test_setup_does_nothing_when_all_is_ready(checkout):
 
 def test_pytest_does_not_pass_over_the_tests_with_processes():
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--collect-only",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+        ],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
