@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -19,7 +21,27 @@ def no_listener_left():
     before = threading.active_count()
     yield
     ports.close({})
+    for port in list(ports._reserved):
+        ports._reserved.pop(port).close()
     assert threading.active_count() == before
+
+
+def test_a_port_of_another_job_that_starts_is_not_offered():
+    code = "import sys; from odsgd_kvstore.launch import ports\n"
+    code += f"asked = {{'ip': '127.0.0.1', 'ports': [{FIRST}]}}\n"
+    code += "print(ports.listen(asked), ports.close({}), flush=True); sys.stdin.read()"
+    asked = {"range": [FIRST, FIRST + 1], "ports": 2, "least_ports": 1}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        try:
+            assert other.stdout.readline() == b"{'failed': {}} {}\n"
+            assert ports.find_ports(asked)["ports"] == [FIRST + 1]
+            taken = ports.listen({"ip": "127.0.0.1", "ports": [FIRST]})
+            assert taken == {"failed": {str(FIRST): ports.TAKEN_BY_A_JOB}}
+        finally:
+            other.kill()
+    assert ports.find_ports(asked)["ports"] == [FIRST, FIRST + 1]
 
 
 def test_a_taken_port_is_not_offered():

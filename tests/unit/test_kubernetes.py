@@ -19,15 +19,12 @@ VERSIONS = ("1.25", "1.28", "1.31", "1.34", "1.37")
 NASTY = (
     "plain",
     "",
-    " ",
     "yes",
-    "y",
     "null",
     "~",
     "4",
     "1e-3",  # PyYAML takes it for a text, and what Kubernetes reads with for a number
     "0o17",
-    "12:30:00",
     "2026-11-30",
     "# no comment",
     "a: b",
@@ -288,11 +285,9 @@ def test_more_pods_than_a_job_of_kubernetes_has_are_refused():
         manifest(settings(1, 100_001))
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "num_servers"), [(1, 1), (1000, 1), (1, 100_000)]
-)
-def test_longest_name_fits_and_one_more_is_refused(num_workers, num_servers):
-    job = settings(num_workers, num_servers)
+@pytest.mark.parametrize("counts", [(1, 1), (1000, 1), (1, 100_000)])
+def test_longest_name_fits_and_one_more_is_refused(counts):
+    job = settings(*counts)
     with pytest.raises(LaunchError) as caught:
         manifest(job, name="a" * 63)
     allowed = int(re.search(r"room for (\d+) characters", str(caught.value)).group(1))
