@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 
 from odsgd_kvstore.errors import LaunchError
@@ -54,7 +54,7 @@ except Exception as error:
     sys.exit(1)
 main({silence_s!r})
 """
-MOST_BEFORE, MOST_SAID = 4096, 8
+MOST_BEFORE, MOST_SAID = 4096, 3
 SYNC_SILENCE_S = 60
 ADVICE = {
     "Permission denied (publickey": "no key of yours is accepted there, and ssh must not ask for "
@@ -200,9 +200,9 @@ class _Session:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(5.0)
         self._listener.join(1.0)
-        lines = [*self._said, *self._stream.before.decode(errors="replace").split("\n")]
-        lines = [line.strip().rstrip(".") for line in lines]
-        said = "; ".join([x for x in lines if x and "@@@" not in x][-MOST_SAID:])
+        # Its own errors are last; a shell that refuses may have written elsewhere.
+        before = self._stream.before.decode(errors="replace").split("\n")
+        said = "; ".join(_last(self._said) or _last(before))
         text = f"the connection ended (ssh exit code {self._popen.returncode})"
         text += f": {said}" if said else ""
         return text + _advice(said, self._host)
@@ -213,6 +213,11 @@ class _Session:
             self._popen.wait(2.0)
         end_soon(self._popen)
         self._popen.stdout.close()
+
+
+def _last(lines: Iterable[str]) -> list[str]:
+    """The last few that say something."""
+    return [line.strip().rstrip(".") for line in lines if line.strip()][-MOST_SAID:]
 
 
 def _advice(said: str, host: Host) -> str:
