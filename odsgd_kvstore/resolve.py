@@ -27,6 +27,9 @@ _NOTE_S = 10.0
 _RETRY_S = 1.0
 _OWN_NAME_S = 5.0  # for a name that must be this machine's
 _NAME = re.compile(r"[^\s/:@\[\]]+\Z")
+_NUMBERS = re.compile(r"[0-9.]+\Z")
+_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"  # 010 could be octal.
+_IPV4 = re.compile(rf"{_BYTE}(\.{_BYTE}){{3}}\Z")
 _LISTEN = "0A"
 _SIOCGIFADDR = 0x8915
 
@@ -139,6 +142,8 @@ def _check_name(variable: str, name: str) -> None:
         is_6 = name.count(":") > 1
         reason = "ps-lite knows IPv4 only" if is_6 else "scheme and port stay out"
         raise _wrong(variable, name, reason)
+    if _NUMBERS.match(name) and not _IPV4.match(name):
+        raise _wrong(variable, name, "it is no IPv4 address")
     if name == "0.0.0.0":
         raise _wrong(variable, name, "the other roles cannot connect to it")
 

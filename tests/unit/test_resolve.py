@@ -123,6 +123,9 @@ def test_interface_is_left_to_ps_lite_when_there_is_one(clock):
         ("node1:9091", ["'node1:9091'", "scheme and port stay out"]),
         ("newer", ["'newer'", "IPv6 addresses only"]),
         ("0.0.0.0", ["'0.0.0.0'", "cannot connect to it"]),
+        ("256.1.1.1", ["'256.1.1.1'", "no IPv4 address"]),
+        ("010.0.0.1", ["'010.0.0.1'", "no IPv4 address"]),
+        ("10.0.1", ["'10.0.1'", "no IPv4 address"]),
     ],
 )
 @pytest.mark.parametrize("role", ["scheduler", "worker"])
