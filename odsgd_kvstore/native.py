@@ -290,7 +290,7 @@ def _are_stock(servers: Sequence[int]) -> str:
     return (
         f"Server {', '.join(map(str, servers))}: MXNet's own server loop (a stock "
         "server) runs odsgd_kvstore's updater there, as its script imports mxnet "
-        "first. Weights are the same; but on a stock server anyone who reaches its port can "
-        "run code. To get our own, put 'import odsgd_kvstore' before 'import mxnet' in "
+        "first. Weights are the same; but on a stock server anyone who reaches its port "
+        "can run code. To get our own, put 'import odsgd_kvstore' before 'import mxnet' in "
         "the script, or start servers with 'python -m odsgd_kvstore.server'."
     )

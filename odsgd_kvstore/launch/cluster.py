@@ -139,6 +139,7 @@ def prepare(
         except _PortTaken:  # By a job that starts at the same time.
             if attempt == ATTEMPTS - 1:
                 raise
+            _close_listeners(machines, stop)
             ports = _find_ports(machines, seats, settings, stop)
             places = number(seats, addresses, ports)
     for label, address in zip(labels, addresses):
@@ -265,11 +266,15 @@ def _check_network(
                 "--interface NAME or with addresses in the host file"
             )
 
-    def close(host: int) -> None:
-        machines[host].agents[0].ask("close", HEAR_S)
-
-    for step in (listen, reach, close):
+    for step in (listen, reach):
         in_parallel(step, hosts, stop)
+    _close_listeners(machines, stop)
+
+
+def _close_listeners(machines: Sequence[Machine], stop: StopSignals | None) -> None:
+    """End what `_check_network` listens with."""
+    agents = [machine.agents[0] for machine in machines]
+    in_parallel(lambda agent: agent.ask("close", HEAR_S), agents, stop)
 
 
 def in_parallel(

@@ -81,7 +81,8 @@ def run_ranks(
     Returns
     -------
     int
-        The exit code of the job, on every rank; 255 if rank 0 was lost. It does not return where it becomes mpirun or srun.
+        The exit code of the job, on every rank; 255 if rank 0 was lost. It does not
+        return where it becomes mpirun or srun.
 
     Raises
     ------

@@ -57,5 +57,6 @@ class StopSignals:
 
     def ask(self, number: int) -> None:
         """Ask for the end as if this signal had come; from any thread."""
-        self.number = self.number or number
+        # The event first: who notices the number may add events of its own.
         self.events.put(("signal", number))
+        self.number = self.number or number
