@@ -57,8 +57,9 @@ main({silence_s!r})
 MOST_BEFORE, MOST_SAID = 4096, 3
 SYNC_SILENCE_S = 60
 ADVICE = {
-    "Permission denied (publickey": "no key of yours is accepted there, and ssh must not ask for "
-    "a password: put your public key there (ssh-copy-id HOST), or start an ssh-agent",
+    "Permission denied (publickey": "no key of yours is accepted there, and ssh must "
+    "not ask for a password: put your public key there (ssh-copy-id HOST), or start an "
+    "ssh-agent",
     "Host key verification failed": "the host's key is not known, or has changed: "
     "connect once by hand (ssh HOST), or add it with ssh-keyscan",
     "Could not resolve hostname": "check the name in the host file and in ~/.ssh/config",
@@ -83,13 +84,7 @@ def ssh_argv(host: Host, options: Sequence[str], python: str) -> list[str]:
     python : str
         Path of the interpreter there.
     """
-    argv = ["ssh", *options]
-    for option in OPTIONS:
-        argv += ["-o", option]
-    if host.port is not None:
-        argv += ["-p", str(host.port)]
-    if host.user:
-        argv += ["-l", host.user]
+    argv = _ssh_words(host, options)
     return [*argv, "--", host.name, START.format(python=shlex.quote(python))]
 
 
@@ -100,19 +95,23 @@ def rsync_argv(
 
     What is only in `target` stays there.
     """
-    shell = ["ssh", *options]
-    for option in OPTIONS:
-        if not option.startswith("RemoteCommand"):
-            shell += ["-o", option]
-    if host.port is not None:
-        shell += ["-p", str(host.port)]
-    if host.user:
-        shell += ["-l", host.user]
     name = f"[{host.name}]" if ":" in host.name else host.name
     # Without --protect-args the shell there would take blanks for separators.
     argv = ["rsync", "-az", "--protect-args", f"--timeout={SYNC_SILENCE_S}"]
-    argv += ["-e", shlex.join(shell)]
+    argv += ["-e", shlex.join(_ssh_words(host, options))]
     return [*argv, "--", source.rstrip("/") + "/", f"{name}:{target}/"]
+
+
+def _ssh_words(host: Host, options: Sequence[str]) -> list[str]:
+    """ssh with its options for a host, without the host's name."""
+    words = ["ssh", *options]
+    for option in OPTIONS:
+        words += ["-o", option]
+    if host.port is not None:
+        words += ["-p", str(host.port)]
+    if host.user:
+        words += ["-l", host.user]
+    return words
 
 
 def connect(

@@ -57,7 +57,6 @@ def run_over_ssh(job: Job, file: HostFile, options: Options) -> int:
 
     Nothing of it is left on a host then.
     """
-    job = with_program(job)
     taken = seats(file, job.num_workers, job.num_servers)
     used = sorted({seat.host for seat in taken})
     taken = [replace(seat, host=used.index(seat.host)) for seat in taken]
