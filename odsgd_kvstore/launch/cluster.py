@@ -139,7 +139,7 @@ def prepare(
         except _PortTaken:  # By a job that starts at the same time.
             if attempt == ATTEMPTS - 1:
                 raise
-            _close_listeners(machines, stop)
+            _close_listeners(machines, stop, release=True)
             ports = _find_ports(machines, seats, settings, stop)
             places = number(seats, addresses, ports)
     for label, address in zip(labels, addresses):
@@ -271,10 +271,12 @@ def _check_network(
     _close_listeners(machines, stop)
 
 
-def _close_listeners(machines: Sequence[Machine], stop: StopSignals | None) -> None:
-    """End what `_check_network` listens with."""
+def _close_listeners(
+    machines: Sequence[Machine], stop: StopSignals | None, *, release: bool = False
+) -> None:
+    """End what `_check_network` listens with; `release` gives the ports back, too."""
     agents = [machine.agents[0] for machine in machines]
-    in_parallel(lambda agent: agent.ask("close", HEAR_S), agents, stop)
+    in_parallel(lambda agent: agent.ask("close", HEAR_S, release=release), agents, stop)
 
 
 def in_parallel(

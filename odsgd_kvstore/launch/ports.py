@@ -147,11 +147,16 @@ def listen(request: dict) -> dict:
 
 
 def close(request: dict) -> dict:
-    """Close what `listen` opened; it is closed when this returns."""
+    """Close what `listen` opened; it is closed when this returns.
+
+    With 'release' the ports are no longer this job's.
+    """
     while _stops:
         ours, thread = _stops.pop()
         ours.close()
         thread.join()
+    while request.get("release") and _reserved:
+        _reserved.popitem()[1].close()
     return {}
 
 

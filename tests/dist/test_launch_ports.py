@@ -20,9 +20,8 @@ FIRST, LAST = 15_300, 15_399
 def no_listener_left():
     before = threading.active_count()
     yield
-    ports.close({})
-    for port in list(ports._reserved):
-        ports._reserved.pop(port).close()
+    ports.close({"release": True})
+    assert not ports._reserved
     assert threading.active_count() == before
 
 

@@ -41,8 +41,7 @@ def prepare(tmp_path):
     yield call
     agent.close()
     thread.join()
-    for port in list(ports._reserved):
-        ports._reserved.pop(port).close()
+    ports.close({"release": True})
 
 
 def taken(times, monkeypatch):
@@ -69,6 +68,7 @@ def test_ports_that_another_job_took_are_replaced(prepare, monkeypatch):
         int(role.env["PORT"]) for role in (server, worker)
     ] == asked[-1]
     assert all(FIRST <= port <= LAST for port in asked[-1])
+    assert sorted(ports._reserved) == asked[-1]
     assert all(ports._is_free(port) for port in asked[-1])  # Nobody listens any more.
 
 
