@@ -205,27 +205,26 @@ def test_switch_limits_what_each_role_receives():
 
 
 def test_any_roles_reach_each_other_and_keep_their_pids():
+    tell = "\nimport os; print(os.getpid(), os.readlink('/proc/self/ns/net'), "
+    tell += "'eth0:' in open('/proc/self/net/dev').read())"
     roles = [
-        Role("worker", i, dict(os.environ), (sys.executable, "-c", code))
+        Role("worker", i, dict(os.environ), (sys.executable, "-c", code + tell))
         for i, code in enumerate([ANSWER, ASK])
     ]
-    lines, pids, outside = [], {}, []
-
-    def look(role, text):
-        lines.append((role.name, text))
-        pid = pids[role.name]
-        outside.append(os.readlink(f"/proc/{pid}/ns/net"))
-        assert "eth0:" in Path(f"/proc/{pid}/net/dev").read_text()
-
+    lines, pids = {"worker 0": [], "worker 1": []}, {}
     result = run_roles(
         local.on_links(roles, "1gbit"),
-        on_line=look,
+        on_line=lambda role, text: lines[role.name].append(text),
         on_started=pids.update,
         timeout=LIMIT_S,
     )
     assert (result.exit_code, result.message) == (0, "")
-    assert lines == [("worker 0", "ping"), ("worker 1", "pong")]
-    assert len({*outside, os.readlink("/proc/self/ns/net")}) == 3
+    assert [lines[name][0] for name in sorted(lines)] == ["ping", "pong"]
+    told = {name: said[1].split() for name, said in lines.items()}
+    assert {name: int(pid) for name, (pid, _, _) in told.items()} == pids
+    inside = [network for _, network, _ in told.values()]
+    assert len({*inside, os.readlink("/proc/self/ns/net")}) == 3
+    assert [has for _, _, has in told.values()] == ["True", "True"]
 
 
 @pytest.mark.parametrize("user", ["caller", "other"])
